@@ -1,0 +1,86 @@
+// The C ABI of libflashhopper.so: plain structs, status codes, no torch and no C++ types.
+// Before it: cpp/bindings/module.cpp (Python). After it: cpp/src/api.cpp -> cpp/src/dispatch.cpp.
+#pragma once
+
+#include <stdint.h>
+
+#if defined(__cplusplus)
+extern "C" {
+#endif
+
+#define FLASHHOPPER_VERSION "0.1.0"
+
+#if defined(_WIN32)
+#define FLASHHOPPER_API
+#else
+#define FLASHHOPPER_API __attribute__((visibility("default")))
+#endif
+
+typedef enum {
+  FLASHHOPPER_OK = 0,
+  FLASHHOPPER_INVALID_ARGUMENT = 1,  // the caller's arguments are wrong; the message names the one
+  FLASHHOPPER_UNSUPPORTED = 2,       // valid attention that these kernels do not compute
+  FLASHHOPPER_CUDA_ERROR = 3,        // a CUDA call failed; the message holds the call and its error
+} flashhopper_status;
+
+typedef enum { FLASHHOPPER_FP16 = 0, FLASHHOPPER_BF16 = 1 } flashhopper_dtype;
+
+// One tensor of shape (batch, seqlen, heads, head_dim), last dimension contiguous. Strides count elements.
+typedef struct {
+  void* data;
+  int64_t batch_stride;
+  int64_t row_stride;  // between consecutive positions of one sequence
+  int64_t head_stride;
+} flashhopper_tensor;
+
+// out = softmax(softmax_scale * q k^T + mask) v, lse = log of the softmax denominator.
+// The mask lets query i see keys j with  i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right; -1 is unbounded,
+// causal attention is window_right = 0.
+typedef struct {
+  flashhopper_tensor q;    // (batch, seqlen_q, heads,    head_dim)
+  flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, head_dim)
+  flashhopper_tensor v;    // (batch, seqlen_k, kv_heads, head_dim_v)
+  flashhopper_tensor out;  // (batch, seqlen_q, heads,    head_dim_v)
+  float* lse;              // (batch, heads, seqlen_q) contiguous, natural log; -inf for rows that see no key
+  void* workspace;         // flashhopper_workspace_bytes() of device memory, zero before the first use and left zero by
+                           // every call; calls that may overlap in time (other streams) need one each
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int64_t window_left, window_right;
+  float softmax_scale;
+  int32_t dtype;      // flashhopper_dtype of q, k, v and out
+  int32_t sm_margin;  // multiprocessors left free for other kernels
+  void* stream;       // cudaStream_t
+} flashhopper_forward_params;
+
+// What a forward call will do; filled without touching a device.
+typedef struct {
+  char config[64];  // the row of the config table, e.g. "fwd_hd128_m128_n176"
+  int32_t tile_m, tile_n, head_dim, head_dim_v;  // head dims as computed (padded)
+  int32_t stages, q_stages, consumer_warpgroups, threads, producer_registers, consumer_registers;
+  int64_t smem_bytes, grid, tiles;
+  double flops, bytes;  // 4 * kept scores * head_dim (2 GEMMs), and the bytes of q, k, v, out, lse
+} flashhopper_forward_plan;
+
+typedef struct {
+  const char* version;
+  int32_t cuda_runtime;   // e.g. 13000, the toolkit this library was built with
+  int32_t cuda_driver;    // e.g. 13000, 0 without a driver
+  int32_t device_count;   // 0 without a driver or GPU
+  int32_t tma_available;  // 1 when the driver offers cuTensorMapEncodeTiled
+  char message[256];      // why something above is missing, else empty
+} flashhopper_environment;
+
+FLASHHOPPER_API const char* flashhopper_version(void);
+FLASHHOPPER_API const char* flashhopper_last_error(void);  // of this thread's last failed call
+FLASHHOPPER_API int64_t flashhopper_workspace_bytes(void);
+FLASHHOPPER_API int flashhopper_get_environment(flashhopper_environment* environment);
+FLASHHOPPER_API int flashhopper_forward(const flashhopper_forward_params* params);
+// num_sms: multiprocessors of the device (132 on H100 and H200). Pointers and strides of params are not read.
+FLASHHOPPER_API int flashhopper_forward_get_plan(const flashhopper_forward_params* params, int num_sms,
+                                                 flashhopper_forward_plan* plan);
+// The config table, one row an index; FLASHHOPPER_INVALID_ARGUMENT past the end. dtype-independent.
+FLASHHOPPER_API int flashhopper_forward_get_config(int index, flashhopper_forward_plan* row);
+
+#if defined(__cplusplus)
+}
+#endif

@@ -1,0 +1,95 @@
+"""Interleaved timing by CUDA events: every contender once a round, medians over the rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+TARGET_MS = 30.0  # device time of one measurement: long enough that the power limit acts, short enough for many cells
+MAX_LAUNCHES = 400  # stay below the driver's launch queue, so that the host never throttles the device
+_SLEEP_CYCLES_PER_MS = 1.7e6  # torch.cuda._sleep spins clock cycles; the SM clock lies between 1.3 and 2.0 GHz
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Contender:
+    """One thing to time: a call that enqueues the operation once on the current stream."""
+
+    name: str
+    call: Call
+    launches: int = 1
+    host_ms: float = 0.0
+    times_ms: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.times_ms) if self.times_ms else float("nan")
+
+    @property
+    def spread(self) -> float:
+        """(max - min) / median over the rounds."""
+        return (max(self.times_ms) - min(self.times_ms)) / self.median_ms if self.times_ms else float("nan")
+
+
+def describe(error: BaseException) -> str:
+    """One line for tables and JSON."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _elapsed_ms(call: Call, launches: int, lead_ms: float) -> float:
+    """Device time of back-to-back launches; a spinning kernel goes first, to fill the queue meanwhile."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if lead_ms > 0:
+        torch.cuda._sleep(int(lead_ms * _SLEEP_CYCLES_PER_MS))
+    start.record()
+    for _ in range(launches):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / launches
+
+
+def _warm_up(contender: Contender) -> None:
+    """Compiles, allocates, finds the host cost of a call and how many launches fill a measurement."""
+    contender.call()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(3):
+        contender.call()
+    contender.host_ms = (time.perf_counter() - begin) * 1e3 / 3
+    torch.cuda.synchronize()
+    device_ms = _elapsed_ms(contender.call, 4, lead_ms=4 * contender.host_ms + 0.2)
+    contender.launches = max(2, min(MAX_LAUNCHES, round(TARGET_MS / max(device_ms, 1e-3))))
+    # Where the host is slower than the device, the queue must be filled before the clock starts.
+    if contender.host_ms < 0.5 * device_ms:
+        contender.host_ms = 0.0
+
+
+def measure(contenders: Sequence[Contender], rounds: int) -> None:
+    """Fills times_ms, or error for a contender that raises; the others go on."""
+    with torch.no_grad():
+        for contender in contenders:
+            try:
+                _warm_up(contender)
+            except Exception as error:  # a peer that refuses a shape must not end the run
+                contender.error = describe(error)
+        for turn in range(rounds):
+            alive = [c for c in contenders if c.error is None]
+            shift = turn % len(alive) if alive else 0
+            for contender in alive[shift:] + alive[:shift]:
+                lead_ms = 0.1 + min(60.0, contender.host_ms * contender.launches)
+                try:
+                    contender.times_ms.append(_elapsed_ms(contender.call, contender.launches, lead_ms))
+                except Exception as error:
+                    contender.error = describe(error)
+
+
+def tflops(flops: float, milliseconds: float) -> float:
+    return flops / milliseconds / 1e9

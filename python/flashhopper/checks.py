@@ -1,0 +1,224 @@
+"""Argument validation shared by eager calls, registered ops and fake tensors. Before it: interface.py; after it: ops.py.
+
+Every check costs next to nothing when it passes; messages are built only on failure and name the argument, what it is, the rule and
+the way out. Nothing here reads a tensor's values.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NoReturn
+
+import torch
+
+FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+DenseShape = tuple[int, int, int, int, int, int, int]  # batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v
+PackedShape = tuple[int, int, int, int, int, int, int]  # batch, total_q, heads, head_dim, total_k, kv_heads, head_dim_v
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> DenseShape:
+    """Check q, k, v of dense attention; return their sizes."""
+    try:
+        batch, seqlen_q, heads, head_dim = q.shape
+        k_batch, seqlen_k, kv_heads, k_head_dim = k.shape
+        v_batch, v_seqlen, v_heads, head_dim_v = v.shape
+    except (ValueError, AttributeError, TypeError):
+        _fail_rank(q, k, v, 4, "(batch, seqlen, heads, head_dim)")
+    if batch != k_batch or batch != v_batch:
+        raise ValueError(f"q, k, v have batch sizes {batch}, {k_batch}, {v_batch}: must be equal (dimension 0)")
+    if seqlen_k != v_seqlen:
+        raise ValueError(f"v has seqlen {v_seqlen}, k has {seqlen_k}: must be equal (dimension 1)")
+    _heads_and_kinds(q, k, v, heads, kv_heads, v_heads, head_dim, k_head_dim)
+    return batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v
+
+
+def packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> PackedShape:
+    """Check the tensors of attention over packed sequences; return their sizes."""
+    try:
+        total_q, heads, head_dim = q.shape
+        total_k, kv_heads, k_head_dim = k.shape
+        total_v, v_heads, head_dim_v = v.shape
+    except (ValueError, AttributeError, TypeError):
+        _fail_rank(q, k, v, 3, "(total_tokens, heads, head_dim)")
+    if total_k != total_v:
+        raise ValueError(f"v has {total_v} tokens, k has {total_k}: must be equal (dimension 0)")
+    _heads_and_kinds(q, k, v, heads, kv_heads, v_heads, head_dim, k_head_dim)
+    offsets(cu_seqlens_q, "cu_seqlens_q", q.device)
+    offsets(cu_seqlens_k, "cu_seqlens_k", q.device)
+    batch = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] - 1 != batch:
+        raise ValueError(
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {batch + 1}: both must hold batch + 1 offsets"
+        )
+    for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
+        if used is not None:
+            lengths(used, name, batch, q.device)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}: must be the length of the longest sequence, 0 or more")
+    return batch, total_q, heads, head_dim, total_k, kv_heads, head_dim_v
+
+
+def _heads_and_kinds(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    v_heads: int,
+    head_dim: int,
+    k_head_dim: int,
+) -> None:
+    if kv_heads != v_heads:
+        raise ValueError(f"v has {v_heads} heads, k has {kv_heads}: must be equal")
+    if head_dim != k_head_dim:
+        raise ValueError(f"k has head_dim {k_head_dim}, q has {head_dim}: must be equal (only v's head_dim may differ)")
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(
+            f"k has {kv_heads} heads, q has {heads}: heads_q must be a multiple of heads_kv (repeat or drop heads so that it is)"
+        )
+    if head_dim == 0:
+        raise ValueError("q has head_dim 0: must be at least 1")
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        raise ValueError(f"q, k, v have dtypes {dtype}, {k.dtype}, {v.dtype}: must be equal; cast with .to({dtype})")
+    if dtype not in FLOAT_DTYPES:
+        _fail_dtype(dtype)
+    if k.device != q.device or v.device != q.device:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}: must be on one device")
+
+
+def _fail_rank(q: object, k: object, v: object, rank: int, layout: str) -> NoReturn:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name} is a {type(x).__name__}: must be a torch.Tensor of shape {layout}")
+        if x.dim() != rank:
+            other = " (packed sequences go to flash_attn_varlen_func)" if rank == 4 and x.dim() == 3 else ""
+            other = " (padded batches go to flash_attn_func)" if rank == 3 and x.dim() == 4 else other
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: must have {rank} dimensions, {layout}{other}")
+    raise ValueError(f"q, k, v: must be torch.Tensors of shape {layout}")
+
+
+def _fail_dtype(dtype: torch.dtype) -> NoReturn:
+    if "float8" in str(dtype):
+        raise ValueError(f"q has dtype {dtype}: 8-bit inputs need their scales, which this function does not take; pass float16 or bfloat16")
+    raise ValueError(f"q has dtype {dtype}: must be float16, bfloat16, float32 or float64; cast with .to(torch.bfloat16)")
+
+
+def offsets(cu_seqlens: torch.Tensor, name: str, device: torch.device) -> None:
+    """Check a tensor of batch + 1 offsets."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise ValueError(f"{name} is a {type(cu_seqlens).__name__}: must be an int32 tensor of batch + 1 offsets")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name} has shape {tuple(cu_seqlens.shape)}: must be (batch + 1,), offsets that start at 0")
+    _int32(cu_seqlens, name, device)
+
+
+def lengths(used: torch.Tensor, name: str, batch: int, device: torch.device) -> None:
+    """Check a tensor of batch sequence lengths."""
+    if not isinstance(used, torch.Tensor):
+        raise ValueError(f"{name} is a {type(used).__name__}: must be an int32 tensor of shape (batch,)")
+    if used.dim() != 1 or used.shape[0] != batch:
+        raise ValueError(f"{name} has shape {tuple(used.shape)}: must be ({batch},), one length a sequence")
+    _int32(used, name, device)
+
+
+def _int32(x: torch.Tensor, name: str, device: torch.device) -> None:
+    if x.dtype != torch.int32:
+        raise ValueError(f"{name} has dtype {x.dtype}: must be int32; cast with .to(torch.int32)")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device}, q on {device}: must be on one device")
+
+
+def sequence_lengths(
+    offsets: list[int], used: list[int] | None, total: int, longest: int, side: str
+) -> list[int]:
+    """Check offsets that are at hand as numbers; return each sequence's length. side is "q" or "k"."""
+    name = f"cu_seqlens_{side}"
+    if offsets[0] != 0:
+        raise ValueError(f"{name} starts at {offsets[0]}: must start at 0")
+    if offsets[-1] > total:
+        raise ValueError(f"{name} ends at {offsets[-1]}, {side} has {total} tokens: must not exceed them")
+    result = []
+    for b, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        if end < begin:
+            raise ValueError(f"{name} falls from {begin} to {end} at sequence {b}: must not decrease")
+        length = end - begin
+        if used is not None:
+            if not 0 <= used[b] <= length:
+                raise ValueError(f"seqused_{side} is {used[b]} for sequence {b} of length {length}: must be between 0 and its length")
+            length = used[b]
+        if length > longest:
+            raise ValueError(f"max_seqlen_{side} is {longest}, sequence {b} has {length} tokens: must be at least the longest sequence")
+        result.append(length)
+    return result
+
+
+def sink(x: torch.Tensor, heads: int, device: torch.device) -> None:
+    """Check the sink: one logit per query head."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"sink is a {type(x).__name__}: must be a tensor of shape ({heads},), one logit per query head")
+    if x.dim() != 1 or x.shape[0] != heads:
+        raise ValueError(f"sink has shape {tuple(x.shape)}: must be ({heads},), one logit per query head")
+    if x.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"sink has dtype {x.dtype}: must be a floating-point dtype; cast with .to(torch.float32)")
+    if x.device != device:
+        raise ValueError(f"sink is on {x.device}, q on {device}: must be on one device")
+
+
+def normalize_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, int]:
+    """(causal, window_size) as one (left, right) pair; -1 is unbounded, causal is right = 0."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size is {window_size!r}: must be a pair (left, right), -1 for unbounded") from None
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size is ({left}, {right}): each side must be 0 or more, or -1 for unbounded")
+    return left, 0 if causal else right
+
+
+def scalars(softmax_scale: float | None, softcap: float, sm_margin: int) -> None:
+    """Check the numbers of a call; None takes the default 1 / sqrt(head_dim)."""
+    if softmax_scale is not None:
+        _finite(softmax_scale, "softmax_scale", "None takes 1 / sqrt(head_dim)")
+    _finite(softcap, "softcap", "0.0 turns it off")
+    if softcap < 0.0:
+        raise ValueError(f"softcap is {softcap}: must be 0 or more; 0.0 turns it off")
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin is {sm_margin}: must be 0 or more multiprocessors left free")
+
+
+def _finite(value: float, name: str, way_out: str) -> None:
+    if isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} is a tensor: must be a Python float; {way_out}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}: must be finite; {way_out}")
+
+
+def not_built(fp8: object, num_splits: int, pack_gqa: bool | None) -> None:
+    """Refuse by name what these functions will take in a later version."""
+    if fp8 is not None:
+        raise NotImplementedError("fp8 is not available in this version: pass fp8=None and float16 or bfloat16 tensors")
+    if num_splits != 1:
+        raise NotImplementedError(f"num_splits={num_splits} is not available in this version: pass num_splits=1")
+    if pack_gqa:
+        raise NotImplementedError("pack_gqa=True is not available in this version: pass pack_gqa=None")
+
+
+def output_gradient(dout: torch.Tensor, out: torch.Tensor, name: str = "dout") -> None:
+    """Check the gradient that a backward op gets against the forward's output."""
+    if dout.shape != out.shape:
+        raise ValueError(f"{name} has shape {tuple(dout.shape)}, must have the output's {tuple(out.shape)}")
+    if dout.device != out.device:
+        raise ValueError(f"{name} is on {dout.device}, the output on {out.device}: must be on one device")

@@ -1,0 +1,42 @@
+# One .cu for every (row of a config table, element type). The table in C++ is the only list: its rows are read here.
+# A row is one line of the form  {.name = "fwd_hd128_m128_n176", .head_dim = 128, ...
+
+# flashhopper_generate_instances(<out> TEMPLATE <file.cu.in> TABLE <config.hpp>): the generated files, in the build
+# directory, named <row>_<element>.cu; the template sees FLASHHOPPER_CONFIG and FLASHHOPPER_ELEMENT.
+function(flashhopper_generate_instances out)
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "TEMPLATE;TABLE" "")
+  set(table "${PROJECT_SOURCE_DIR}/${ARG_TABLE}")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${table}")
+  file(STRINGS "${table}" rows REGEX "{ *\\.name = \"[a-z0-9_]+\"")
+
+  set(instances)
+  foreach(row IN LISTS rows)
+    if(NOT row MATCHES "\\.name = \"([a-z0-9_]+)\".*\\.head_dim = ([0-9]+)")
+      message(FATAL_ERROR "${ARG_TABLE}: no .name and .head_dim on one line: ${row}")
+    endif()
+    set(FLASHHOPPER_CONFIG "${CMAKE_MATCH_1}")
+    if(FLASHHOPPER_HEAD_DIMS AND NOT CMAKE_MATCH_2 IN_LIST FLASHHOPPER_HEAD_DIMS)
+      continue()
+    endif()
+    foreach(FLASHHOPPER_ELEMENT IN LISTS FLASHHOPPER_DTYPES)
+      set(instance "${PROJECT_BINARY_DIR}/instances/${FLASHHOPPER_CONFIG}_${FLASHHOPPER_ELEMENT}.cu")
+      configure_file("${PROJECT_SOURCE_DIR}/${ARG_TEMPLATE}" "${instance}" @ONLY)
+      list(APPEND instances "${instance}")
+    endforeach()
+  endforeach()
+  if(NOT instances)
+    message(FATAL_ERROR "${ARG_TABLE} has no row for FLASHHOPPER_HEAD_DIMS=${FLASHHOPPER_HEAD_DIMS}")
+  endif()
+  set(${out} "${instances}" PARENT_SCOPE)
+endfunction()
+
+# What cpp/src/dispatch.cpp may call: FLASHHOPPER_INSTANCE(row, element) for every generated file.
+function(flashhopper_write_instance_list file)
+  set(lines "// Written by cmake/instances.cmake: the kernels in this build.\n")
+  foreach(instance IN LISTS ARGN)
+    get_filename_component(name "${instance}" NAME_WE)
+    string(REGEX REPLACE "^(.*)_([a-z0-9]+)$" "FLASHHOPPER_INSTANCE(\\1, \\2)\n" line "${name}")
+    string(APPEND lines "${line}")
+  endforeach()
+  file(CONFIGURE OUTPUT "${file}" CONTENT "${lines}" @ONLY)
+endfunction()

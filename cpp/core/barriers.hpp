@@ -1,0 +1,76 @@
+// Synchronisation inside a CTA: mbarriers, ring positions and named barriers.
+// Who arrives and who waits on each barrier stands in forward/storage.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/arch/util.hpp>
+
+#include "core/platform.hpp"
+
+namespace flashhopper {
+
+// A barrier in shared memory whose phase completes after its arrivals and, for TMA loads, its expected bytes.
+struct Barrier {
+  uint64_t state;
+
+  FLASHHOPPER_DEVICE uint32_t address() const { return cute::cast_smem_ptr_to_uint(&state); }
+
+  FLASHHOPPER_DEVICE void init(int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  }
+  FLASHHOPPER_DEVICE void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  }
+  FLASHHOPPER_DEVICE void arrive_and_expect(int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
+  }
+  // Returns once the phase of this parity has completed; a fresh barrier lets waiters for parity 1 pass.
+  FLASHHOPPER_DEVICE void wait(uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "@done bra finished;\n"
+        "bra retry;\n"
+        "finished:\n"
+        "}\n" ::"r"(address()),
+        "r"(parity)
+        : "memory");
+  }
+};
+
+// Position in a ring of kDepth slots. A reader waits on full barriers with parity(), a writer on empty ones with parity() ^ 1.
+template <int kDepth>
+struct RingPosition {
+  int slot = 0;
+  uint32_t phase = 0;
+
+  FLASHHOPPER_DEVICE void advance() {
+    if (++slot == kDepth) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Hardware named barriers; 0 is __syncthreads.
+enum NamedBarrier : int { kTurnOfWarpgroup = 1 };  // + consumer warpgroup index
+
+template <int kThreads>
+FLASHHOPPER_DEVICE void named_barrier_sync(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+FLASHHOPPER_DEVICE void named_barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// Makes initialised barriers visible to TMA; a __syncthreads then shows them to the other threads.
+FLASHHOPPER_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Makes ordinary shared-memory writes of this thread visible to TMA and wgmma.
+FLASHHOPPER_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace flashhopper

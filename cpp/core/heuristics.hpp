@@ -1,0 +1,29 @@
+// Which row of the config table serves a problem. Each rule cites the record that decided it.
+#pragma once
+
+#include "core/config.hpp"
+#include "core/mask.hpp"
+
+namespace flashhopper {
+
+// The smallest computed head dimensions that hold the given ones, -1 when none does.
+// Among rows of the same head dimensions full attention takes the one with the widest key tile (fewer steps, fewer
+// rescales), masked attention the narrowest (fewer wasted keys at the diagonal): benchmarks/results/h200/record.json.
+constexpr int choose_forward_config(int64_t head_dim, int64_t head_dim_v, Mask const& mask) {
+  bool const masked = mask.window_left >= 0 || mask.window_right >= 0;
+  int best = -1;
+  for (int i = 0; i < kForwardConfigCount; ++i) {
+    ForwardConfig const& row = kForwardConfigs[i];
+    if (row.head_dim < head_dim || row.head_dim_v < head_dim_v) continue;
+    if (best >= 0) {
+      ForwardConfig const& held = kForwardConfigs[best];
+      int const cost = row.head_dim + row.head_dim_v, held_cost = held.head_dim + held.head_dim_v;
+      if (cost > held_cost) continue;
+      if (cost == held_cost && (masked ? row.tile_n >= held.tile_n : row.tile_n <= held.tile_n)) continue;
+    }
+    best = i;
+  }
+  return best;
+}
+
+}  // namespace flashhopper

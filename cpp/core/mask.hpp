@@ -1,0 +1,48 @@
+// The mask policy: which keys a query sees, which key blocks a tile visits and which of them need no element test.
+// Producer, consumer, backward and the host tests all ask this one struct.
+#pragma once
+
+#include "core/platform.hpp"
+
+namespace flashhopper {
+
+// Key blocks [begin, end); empty when end <= begin.
+struct BlockRange {
+  int begin;
+  int end;
+  FLASHHOPPER_HOST_DEVICE int size() const { return end > begin ? end - begin : 0; }
+};
+
+// Query i sees keys j with  i + shift - window_left <= j <= i + shift + window_right,  shift = seqlen_k - seqlen_q
+// (bottom-right alignment); a negative window is unbounded, causal attention is window_right = 0.
+struct Mask {
+  int seqlen_q;
+  int seqlen_k;
+  int window_left;
+  int window_right;
+
+  FLASHHOPPER_HOST_DEVICE int shift() const { return seqlen_k - seqlen_q; }
+
+  // Keys seen by a row are [key_begin, key_end), which is empty for rows before the first visible key.
+  FLASHHOPPER_HOST_DEVICE int key_begin(int row) const {
+    return window_left < 0 ? 0 : max_of(0, row + shift() - window_left);
+  }
+  FLASHHOPPER_HOST_DEVICE int key_end(int row) const {
+    return window_right < 0 ? seqlen_k : max_of(0, min_of(seqlen_k, row + shift() + 1 + window_right));
+  }
+  FLASHHOPPER_HOST_DEVICE bool keeps(int row, int key) const { return key >= key_begin(row) && key < key_end(row); }
+
+  // Blocks that hold a key seen by any row of [row_begin, row_end).
+  FLASHHOPPER_HOST_DEVICE BlockRange visited(int row_begin, int row_end, int tile_n) const {
+    int const last_row = min_of(row_end, seqlen_q) - 1;
+    return {key_begin(row_begin) / tile_n, ceil_div(key_end(last_row), tile_n)};
+  }
+
+  // The visited blocks whose every key is seen by every row of [row_begin, row_end).
+  FLASHHOPPER_HOST_DEVICE BlockRange unmasked(int row_begin, int row_end, int tile_n) const {
+    int const last_row = min_of(row_end, seqlen_q) - 1;
+    return {ceil_div(key_begin(last_row), tile_n), key_end(row_begin) / tile_n};
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,90 @@
+// The online softmax of one consumer thread: it owns two rows of the score tile and updates their maximum, sum and scores.
+// Plain C++ apart from the reduction over the four threads of a quad, so host tests compare it with double precision.
+#pragma once
+
+#include <cmath>
+
+#include "core/platform.hpp"
+
+namespace flashhopper {
+
+// A wgmma accumulator of 64 x N gives each thread N / 2 floats: flat index e holds column 8 * (e / 4) + (e % 2) + 2 * (lane % 4)
+// of row (lane / 4) + 8 * ((e / 2) % 2) within the warp's 16 rows.
+inline constexpr int kRowsPerThread = 2;
+FLASHHOPPER_HOST_DEVICE constexpr int accumulator_row(int e) { return (e >> 1) & 1; }
+FLASHHOPPER_HOST_DEVICE constexpr int accumulator_column(int e) { return 8 * (e >> 2) + (e & 1); }
+
+FLASHHOPPER_HOST_DEVICE float fast_exp2(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::exp2(x);
+#endif
+}
+
+// Reductions over the four threads that share a row. On the host one thread owns its rows alone.
+FLASHHOPPER_HOST_DEVICE float quad_max(float x) {
+#if defined(__CUDA_ARCH__)
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+#endif
+  return x;
+}
+FLASHHOPPER_HOST_DEVICE float quad_sum(float x) {
+#if defined(__CUDA_ARCH__)
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  x += __shfl_xor_sync(0xffffffffu, x, 2);
+#endif
+  return x;
+}
+
+// Source: Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1. Scores are used in base 2: p = 2^(scale_log2 * (s - max)).
+struct OnlineSoftmax {
+  float scale_log2;
+  float row_max[kRowsPerThread] = {-INFINITY, -INFINITY};
+  float row_sum[kRowsPerThread] = {0.f, 0.f};  // of this thread's columns only, until finish()
+
+  FLASHHOPPER_HOST_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
+
+  // Replaces scores by probabilities relative to the running maximum; rescale[r] is what earlier sums and outputs of row r
+  // must be multiplied by. kMasked: a row may still have seen nothing, its maximum is then -inf and its scores become 0.
+  template <bool kMasked, int kElements>
+  FLASHHOPPER_HOST_DEVICE void update(float (&scores)[kElements], float (&rescale)[kRowsPerThread]) {
+    float offset[kRowsPerThread];
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float block_max = row_max[r];
+#pragma unroll
+      for (int e = 0; e < kElements; ++e) {
+        if (accumulator_row(e) == r) block_max = fmaxf(block_max, scores[e]);
+      }
+      block_max = quad_max(block_max);
+      offset[r] = kMasked && block_max == -INFINITY ? 0.f : block_max * scale_log2;
+      rescale[r] = fast_exp2(row_max[r] * scale_log2 - offset[r]);
+      row_max[r] = block_max;
+      row_sum[r] *= rescale[r];
+    }
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      scores[e] = fast_exp2(scores[e] * scale_log2 - offset[accumulator_row(e)]);
+    }
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) row_sum[accumulator_row(e)] += scores[e];
+  }
+
+  // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural log-sum-exp.
+  FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
+    constexpr float kLn2 = 0.69314718055994530942f;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float const sum = quad_sum(row_sum[r]);
+      bool const empty = row_max[r] == -INFINITY;
+      normalise[r] = empty ? 0.f : 1.f / sum;
+      lse[r] = empty ? -INFINITY : row_max[r] * scale_log2 * kLn2 + logf(sum);
+    }
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,43 @@
+// TMA on the device: loads and stores of tiles in boxes. The tensor maps are built on the host by src/tensor_map.cpp.
+#pragma once
+
+#include <cuda.h>  // types only: the driver function is resolved at run time, libcuda is never linked
+
+#include <cstdint>
+
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/barriers.hpp"
+#include "core/platform.hpp"
+
+namespace flashhopper {
+
+enum class L2Hint : uint64_t {
+  kEvictFirst = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+  kEvictLast = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
+};
+
+// Loads rows [row, row + kRows) of one head into smem, one box of kBoxColumns after another. Rows and columns outside the
+// tensor arrive as zeros; the barrier always counts the bytes of the full boxes.
+template <int kRows, int kHeadDim, int kBoxColumns, class Element>
+FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem, int row, int head,
+                                      int batch) {
+  full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)});
+#pragma unroll
+  for (int column = 0; column < kHeadDim; column += kBoxColumns) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows, column, row, head,
+                                 batch);
+  }
+}
+
+// Stores a tile the same way; rows and columns outside the tensor are dropped. The caller commits and waits.
+template <int kRows, int kHeadDim, int kBoxColumns, class Element>
+FLASHHOPPER_DEVICE void tma_store_tile(CUtensorMap const& map, Element const* smem, int row, int head, int batch) {
+#pragma unroll
+  for (int column = 0; column < kHeadDim; column += kBoxColumns) {
+    cute::SM90_TMA_STORE_4D::copy(&map, smem + column * kRows, column, row, head, batch);
+  }
+}
+
+}  // namespace flashhopper

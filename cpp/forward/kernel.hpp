@@ -1,0 +1,34 @@
+// The forward kernel: a persistent CTA a multiprocessor, one producer warpgroup and two or three consumer warpgroups.
+// Before it: launch.hpp. Read on in producer.hpp and consumer.hpp.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/cutlass.h>
+
+#include "forward/consumer.hpp"
+#include "forward/producer.hpp"
+
+namespace flashhopper {
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_constant__ ForwardArgs const args) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto& storage = *reinterpret_cast<ForwardStorage<Traits>*>(smem);
+
+  if (threadIdx.x == 0) {
+    storage.init_barriers();
+    fence_barrier_init();
+  }
+  __syncthreads();
+
+  int const warpgroup = cutlass::canonical_warp_group_idx();
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<producer_registers(Traits::kConfig)>();
+    produce<Traits>(args, storage);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<consumer_registers(Traits::kConfig)>();
+    Consumer<Traits>(args, storage, warpgroup - 1).run();
+  }
+}
+
+}  // namespace flashhopper

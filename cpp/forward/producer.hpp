@@ -1,0 +1,123 @@
+// The producer warpgroup: warp 0 schedules tiles and streams K and V, warp 1 + w serves consumer warpgroup w by storing its
+// output and loading its next queries. Before it: kernel.hpp. Its partner: consumer.hpp.
+#pragma once
+
+#include "core/tma.hpp"
+#include "forward/args.hpp"
+#include "forward/storage.hpp"
+
+namespace flashhopper {
+
+// Takes tiles from the device-wide counter; one thread of the CTA.
+template <class Traits>
+struct TileSource {
+  ForwardArgs const& args;
+  ForwardStorage<Traits>& storage;
+  RingPosition<kTileSlots> position;
+
+  FLASHHOPPER_DEVICE int take() { return atomicAdd(&args.workspace[0], 1) + static_cast<int>(gridDim.x); }
+
+  FLASHHOPPER_DEVICE Tile publish(int place) {
+    Tile const tile = place < args.schedule.total() ? args.schedule.at(place) : Tile{-1, 0, 0};
+    storage.tile_empty[position.slot].wait(position.phase ^ 1);
+    storage.tile[position.slot] = tile;
+    storage.tile_full[position.slot].arrive();
+    position.advance();
+    return tile;
+  }
+
+  // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
+  FLASHHOPPER_DEVICE void finish() {
+    __threadfence();
+    if (atomicAdd(&args.workspace[1], 1) == static_cast<int>(gridDim.x) - 1) {
+      args.workspace[0] = 0;
+      args.workspace[1] = 0;
+    }
+  }
+};
+
+// Streams the key blocks of every tile, last block first. V trails K by one block because that is the order of use, also
+// across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
+template <class Traits>
+FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, ForwardStorage<Traits>& storage) {
+  RingPosition<Traits::kStages> at_k, at_v;
+  int v_row = -1, v_head = 0, v_batch = 0;  // the value block that is due, none while v_row < 0
+  auto load_due_values = [&] {
+    if (v_row < 0) return;
+    storage.v_empty[at_v.slot].wait(at_v.phase ^ 1);
+    tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+        args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v_row, v_head, v_batch);
+    at_v.advance();
+  };
+
+  TileSource<Traits> source{args, storage};
+  Tile tile = source.publish(static_cast<int>(blockIdx.x));
+  while (tile.m_block >= 0) {
+    int const next_place = source.take();  // its latency hides behind the loads
+    int const row_begin = tile.m_block * Traits::kTileM;
+    BlockRange const blocks = args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+    int const kv_head = tile.head / args.group;
+    for (int n = blocks.end - 1; n >= blocks.begin; --n) {
+      storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
+      tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
+          args.k, storage.k_full[at_k.slot], L2Hint::kEvictLast, storage.k[at_k.slot], n * Traits::kTileN, kv_head,
+          tile.batch);
+      at_k.advance();
+      load_due_values();
+      v_row = n * Traits::kTileN;
+      v_head = kv_head;
+      v_batch = tile.batch;
+    }
+    tile = source.publish(next_place);
+  }
+  load_due_values();
+  source.finish();
+}
+
+// For each tile: when the output that occupied the Q slot is complete, store it; once it is read, load the new queries.
+template <class Traits>
+FLASHHOPPER_DEVICE void serve_queries_and_outputs(ForwardArgs const& args, ForwardStorage<Traits>& storage, int warpgroup) {
+  Tile previous[Traits::kQStages];  // whose output a slot holds
+  RingPosition<Traits::kQStages> at;
+  auto store_output = [&](Tile const& tile) {
+    storage.o_full[warpgroup][at.slot].wait(at.phase ^ 1);
+    tma_store_tile<kWarpgroupRows, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+        args.out, storage.q[warpgroup][at.slot], tile.m_block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head,
+        tile.batch);
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();
+  };
+
+  TileReader<Traits> reader{storage};
+  int count = 0;
+  Tile tile;
+  for (; reader.next(tile); ++count) {
+    if (count >= Traits::kQStages) store_output(previous[Traits::kQStages - 1]);
+    tma_load_tile<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
+        args.q, storage.q_full[warpgroup][at.slot], L2Hint::kEvictFirst, storage.q[warpgroup][at.slot],
+        tile.m_block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head, tile.batch);
+#pragma unroll
+    for (int s = Traits::kQStages - 1; s > 0; --s) previous[s] = previous[s - 1];
+    previous[0] = tile;
+    at.advance();
+  }
+  // The outputs still in flight, oldest first.
+#pragma unroll
+  for (int s = Traits::kQStages; s > 0; --s) {
+    if (count >= s) store_output(previous[s - 1]);
+    at.advance();
+  }
+}
+
+template <class Traits>
+FLASHHOPPER_DEVICE void produce(ForwardArgs const& args, ForwardStorage<Traits>& storage) {
+  int const warp = cutlass::canonical_warp_idx_sync();
+  if (!cute::elect_one_sync()) return;
+  if (warp == 0) {
+    produce_keys_and_values<Traits>(args, storage);
+  } else if (warp <= Traits::kWarpgroups) {
+    serve_queries_and_outputs<Traits>(args, storage, warp - 1);
+  }
+}
+
+}  // namespace flashhopper

@@ -1,0 +1,88 @@
+// Shared memory of the forward kernel: one struct, with every barrier's arrivers and waiters.
+#pragma once
+
+#include "core/barriers.hpp"
+#include "forward/traits.hpp"
+
+namespace flashhopper {
+
+template <class Traits>
+struct ForwardStorage {
+  using Element = typename Traits::Element;
+  static constexpr int kQueryElements = kWarpgroupRows * Traits::kHeadDim;
+
+  // A warpgroup's output is staged in the Q slot that it has just finished with (head_dim_v <= head_dim).
+  alignas(1024) Element q[Traits::kWarpgroups][Traits::kQStages][kQueryElements];
+  alignas(1024) Element k[Traits::kStages][Traits::kTileN * Traits::kHeadDim];
+  alignas(1024) Element v[Traits::kStages][Traits::kTileN * Traits::kHeadDimV];
+
+  // Arrives: TMA through the loading warp. Waits: the consumer warpgroup.
+  Barrier q_full[Traits::kWarpgroups][Traits::kQStages];
+  // Arrives: each warp of the consumer warpgroup, when O lies in the Q slot. Waits: the warp that stores O and reloads Q.
+  Barrier o_full[Traits::kWarpgroups][Traits::kQStages];
+  // Arrives: TMA through the key-value warp. Waits: all consumer warpgroups.
+  Barrier k_full[Traits::kStages];
+  Barrier v_full[Traits::kStages];
+  // Arrives: each consumer warp. Waits: the key-value warp.
+  Barrier k_empty[Traits::kStages];
+  Barrier v_empty[Traits::kStages];
+  // Arrives: the key-value warp, which runs the scheduler. Waits: query-output warps and consumers.
+  Barrier tile_full[kTileSlots];
+  // Arrives: each query-output warp and each consumer warp. Waits: the key-value warp.
+  Barrier tile_empty[kTileSlots];
+
+  Tile tile[kTileSlots];  // m_block < 0: no more work
+
+  FLASHHOPPER_DEVICE void init_barriers() {
+    constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
+    for (int w = 0; w < Traits::kWarpgroups; ++w) {
+      for (int s = 0; s < Traits::kQStages; ++s) {
+        q_full[w][s].init(1);
+        o_full[w][s].init(4);
+      }
+    }
+    for (int s = 0; s < Traits::kStages; ++s) {
+      k_full[s].init(1);
+      v_full[s].init(1);
+      k_empty[s].init(kConsumerWarps);
+      v_empty[s].init(kConsumerWarps);
+    }
+    for (int s = 0; s < kTileSlots; ++s) {
+      tile_full[s].init(1);
+      tile_empty[s].init(kConsumerWarps + Traits::kWarpgroups);
+    }
+  }
+};
+
+// How the warps that follow the scheduler read its tiles; one arrival a warp hands the slot back.
+template <class Traits>
+struct TileReader {
+  ForwardStorage<Traits>& storage;
+  RingPosition<kTileSlots> position;
+
+  // Called by one thread that stands for its warp.
+  FLASHHOPPER_DEVICE bool next(Tile& tile) {
+    read(tile);
+    hand_back(true);
+    return tile.m_block >= 0;
+  }
+  // Called by a whole warp; every lane has its copy before the slot is handed back.
+  FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {
+    read(tile);
+    __syncwarp();
+    hand_back(is_elected);
+    return tile.m_block >= 0;
+  }
+
+ private:
+  FLASHHOPPER_DEVICE void read(Tile& tile) {
+    storage.tile_full[position.slot].wait(position.phase);
+    tile = storage.tile[position.slot];
+  }
+  FLASHHOPPER_DEVICE void hand_back(bool arrives) {
+    if (arrives) storage.tile_empty[position.slot].arrive();
+    position.advance();
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,49 @@
+// Types of one forward kernel, derived from a row of the config table and an element type.
+// Before it: core/config.hpp. After it: storage.hpp, producer.hpp, consumer.hpp.
+#pragma once
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+#include <cutlass/numeric_types.h>
+
+#include "core/config.hpp"
+#include "core/layouts.hpp"
+
+namespace flashhopper {
+
+namespace element {
+using fp16 = cutlass::half_t;
+using bf16 = cutlass::bfloat16_t;
+}  // namespace element
+
+template <int kConfigIndex, class Element_>
+struct ForwardTraits {
+  using Element = Element_;
+  static constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
+  static constexpr int kHeadDim = kConfig.head_dim;
+  static constexpr int kHeadDimV = kConfig.head_dim_v;
+  static constexpr int kTileM = kConfig.tile_m;
+  static constexpr int kTileN = kConfig.tile_n;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kQStages = kConfig.q_stages;
+  static constexpr int kWarpgroups = consumer_warpgroups(kConfig);
+  static constexpr int kThreads = threads(kConfig);
+  static constexpr int kBoxColumns = box_columns(kHeadDim);
+  static constexpr int kBoxColumnsV = box_columns(kHeadDimV);
+
+  using LayoutQ = TileLayout<Element, kWarpgroupRows, kHeadDim, kQStages>;     // (64, head_dim, q_stages)
+  using LayoutO = TileLayout<Element, kWarpgroupRows, kHeadDimV, 1>;           // (64, head_dim_v, 1)
+  using LayoutK = TileLayout<Element, kTileN, kHeadDim, kStages>;              // (tile_n, head_dim, stages)
+  using LayoutVt = TransposedTileLayout<Element, kTileN, kHeadDimV, kStages>;  // (head_dim_v, tile_n, stages)
+
+  // S = Q K^T with both operands in shared memory, O += P V with P in registers; one consumer warpgroup each.
+  using MmaQK = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDim>>>()));
+  using MmaPV = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
+                                 cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+};
+
+}  // namespace flashhopper

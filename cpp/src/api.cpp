@@ -1,0 +1,82 @@
+// The C ABI: thin wrappers that keep exceptions and C++ types inside the library.
+// Before it: cpp/bindings/module.cpp. After it: dispatch.cpp.
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <exception>
+
+#include "core/check.hpp"
+#include "core/config.hpp"
+#include "dispatch.hpp"
+#include "tensor_map.hpp"
+
+namespace flashhopper {
+
+std::string& last_error() {
+  thread_local std::string message;
+  return message;
+}
+
+namespace {
+
+template <class Call>
+int guarded(Call&& call) {
+  try {
+    return call();
+  } catch (std::exception const& error) {
+    return set_error(FLASHHOPPER_CUDA_ERROR, "host failure: ", error.what());
+  }
+}
+
+}  // namespace
+}  // namespace flashhopper
+
+using namespace flashhopper;
+
+char const* flashhopper_version(void) { return FLASHHOPPER_VERSION; }
+
+char const* flashhopper_last_error(void) { return last_error().c_str(); }
+
+int64_t flashhopper_workspace_bytes(void) { return 2 * sizeof(int); }
+
+int flashhopper_get_environment(flashhopper_environment* environment) {
+  return guarded([&] {
+    *environment = {};
+    environment->version = FLASHHOPPER_VERSION;
+    environment->cuda_runtime = CUDART_VERSION;
+    auto const explain = [&](char const* text) { std::snprintf(environment->message, sizeof(environment->message), "%s", text); };
+    cudaError_t error = cudaDriverGetVersion(&environment->cuda_driver);
+    if (error == cudaSuccess && environment->cuda_driver == 0) {
+      explain("no NVIDIA driver");
+      return FLASHHOPPER_OK;
+    }
+    if (error == cudaSuccess) error = cudaGetDeviceCount(&environment->device_count);
+    if (error != cudaSuccess) {
+      environment->device_count = 0;
+      explain(cudaGetErrorString(error));
+      cudaGetLastError();  // a later launch must not find this error
+      return FLASHHOPPER_OK;
+    }
+    environment->tma_available = require_tma() == FLASHHOPPER_OK;
+    if (!environment->tma_available) explain(last_error().c_str());
+    return FLASHHOPPER_OK;
+  });
+}
+
+int flashhopper_forward(flashhopper_forward_params const* params) {
+  return guarded([&] { return dispatch_forward(*params); });
+}
+
+int flashhopper_forward_get_plan(flashhopper_forward_params const* params, int num_sms, flashhopper_forward_plan* plan) {
+  return guarded([&] { return plan_forward(*params, num_sms, plan); });
+}
+
+int flashhopper_forward_get_config(int index, flashhopper_forward_plan* row) {
+  return guarded([&] {
+    if (index < 0 || index >= kForwardConfigCount) {
+      return set_error(FLASHHOPPER_INVALID_ARGUMENT, "config index is ", index, ": the table has ", kForwardConfigCount, " rows");
+    }
+    describe_config(kForwardConfigs[index], row);
+    return FLASHHOPPER_OK;
+  });
+}

@@ -1,0 +1,23 @@
+// Tensor maps: how TMA sees a (batch, seqlen, heads, head_dim) tensor. Used by dispatch.cpp.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/check.hpp"
+
+namespace flashhopper {
+
+struct TensorMapSpec {
+  char const* name;  // for messages
+  flashhopper_tensor tensor;
+  int64_t batch, seqlen, heads, head_dim;
+  int32_t dtype;                // flashhopper_dtype
+  int box_rows, box_columns;    // what one TMA instruction moves; box_columns fills one swizzle row
+};
+
+// FLASHHOPPER_OK when the driver offers cuTensorMapEncodeTiled.
+flashhopper_status require_tma();
+
+flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map);
+
+}  // namespace flashhopper

@@ -22,39 +22,13 @@ import torch
 
 from benchmarks.abi import Library
 from benchmarks.cells import Cell, parse_cells
+from benchmarks.oracle import attend_rows, sampled_rows
 from benchmarks.peers import TORCH_DTYPES, inputs, load_all
 from benchmarks.timing import Contender, describe, measure, tflops
 
 CHECK_SECONDS = 60  # for all cells of one build; a kernel that deadlocks is reported after this
 ROUND_SECONDS = 60  # for one cell's timing
 LSE_TOLERANCE = 1e-3
-CHECKED_ROWS = 64  # queries compared with the float64 result, at each of three places of the sequence
-
-
-def _sampled_rows(seqlen: int) -> torch.Tensor:
-    starts = {0, max(0, seqlen // 2 - CHECKED_ROWS // 2), max(0, seqlen - CHECKED_ROWS)}
-    rows = {row for start in starts for row in range(start, min(seqlen, start + CHECKED_ROWS))}
-    return torch.tensor(sorted(rows), device="cuda", dtype=torch.long)
-
-
-def _materialised(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: torch.Tensor,
-    seqlen_q: int,
-    causal: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of chosen rows of one head in `dtype`, with bottom-right causal masking; out and lse."""
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    scores = q @ k.T * q.size(1) ** -0.5
-    if causal:
-        keys = torch.arange(k.size(0), device=k.device)
-        scores = scores.masked_fill(keys[None, :] > (rows[:, None] + k.size(0) - seqlen_q), -math.inf)
-    lse = scores.logsumexp(-1)
-    probabilities = torch.nan_to_num(scores.softmax(-1), nan=0.0)
-    return probabilities @ v, lse
 
 
 def check_cell(library: Library, cell: Cell, seed: int) -> dict[str, Any]:
@@ -63,13 +37,13 @@ def check_cell(library: Library, cell: Cell, seed: int) -> dict[str, Any]:
     out, lse = library.forward(q, k, v, causal=cell.causal)
     again, _ = library.forward(q, k, v, causal=cell.causal)
     torch.cuda.synchronize()
-    rows = _sampled_rows(cell.seqlen_q)
+    rows = sampled_rows(cell.seqlen_q)
     worst, yardstick, lse_error, where = 0.0, 0.0, 0.0, ""
     for batch, head in {(0, 0), (cell.batch - 1, cell.heads - 1)}:
         kv_head = head * cell.kv_heads // cell.heads
         one = (q[batch, rows, head], k[batch, :, kv_head], v[batch, :, kv_head], rows, cell.seqlen_q, cell.causal)
-        exact, exact_lse = _materialised(*one, torch.float64)
-        plain, _ = _materialised(*one, TORCH_DTYPES[cell.dtype])
+        exact, exact_lse = attend_rows(*one, torch.float64)
+        plain, _ = attend_rows(*one, TORCH_DTYPES[cell.dtype])
         error, index = (out[batch, rows, head].double() - exact).abs().nan_to_num(math.inf).amax(1).max(0)
         if error.item() > worst:
             worst, where = error.item(), f"row {rows[index].item()} of head {head}, batch {batch}"
@@ -150,7 +124,8 @@ def _check_lines(label: str, report: dict[str, Any]) -> list[str]:
         lines.append(
             f"{label} {name}: {verdict} max error {entry['max_error']:.2e} (plain {entry['plain_error']:.2e}),"
             f" lse {entry['lse_error']:.1e}, nan {entry['nan']}, repeatable {entry['repeatable']},"
-            f" worst {entry['worst']}, {plan.get('config', '?')} smem {plan.get('smem_bytes', 0)} grid {plan.get('grid', 0)}"
+            f" worst {entry['worst']}; {plan.get('config', '?')},"
+            f" smem {plan.get('smem_bytes', 0)}, grid {plan.get('grid', 0)}"
         )
     return lines
 

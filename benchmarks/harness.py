@@ -1,0 +1,209 @@
+"""What `python -m benchmarks` and the record share: timing rows, host cost rows, the environment and the text table."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import math
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.cells import Cell
+from benchmarks.oracle import attend_rows, sampled_rows
+from benchmarks.peers import TORCH_DTYPES, Peer, inputs
+from benchmarks.timing import Contender, describe, measure, tflops
+
+Row = dict[str, Any]
+OURS = "flashhopper"
+CELL_SECONDS = 120  # a cell that takes longer hangs: the process ends with a traceback, earlier rows are on disk
+HOST_CALLS = 1000
+
+
+def environment() -> dict[str, Any]:
+    """The fields of a record that say where it was measured."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = (
+            subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0].strip()
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        driver = f"unknown ({type(error).__name__})"
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": driver,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _row(op: str, cell: Cell, unit: str, contenders: Iterable[Contender], value: Callable[[Contender], float]) -> Row:
+    row: Row = {"op": op, "recipe": None, **cell.as_row(), "unit": unit, "value": {}, "spread": {}, "errors": {}}
+    for contender in contenders:
+        if contender.error is not None or not contender.times_ms:
+            row["errors"][contender.name] = contender.error or "not measured"
+        else:
+            row["value"][contender.name] = round(value(contender), 2)
+            row["spread"][contender.name] = round(contender.spread, 4)
+    return row
+
+
+def _contenders(peers: Sequence[Peer], cell: Cell, tensors: tuple[torch.Tensor, ...]) -> list[Contender]:
+    contenders = []
+    for peer in peers:
+        contender = Contender(peer.name, lambda: None, error=peer.unavailable)
+        if peer.prepare is not None:
+            try:
+                contender.call = peer.prepare(cell, *tensors)
+            except Exception as error:  # a peer that refuses the shape is reported, not fatal
+                contender.error = describe(error)
+        contenders.append(contender)
+    return contenders
+
+
+def wrong_result(out: torch.Tensor, cell: Cell, tensors: tuple[torch.Tensor, ...]) -> str | None:
+    """Why `out` is not attention of the inputs, or None: a kernel that computes something else must not be timed."""
+    q, k, v = tensors
+    rows = sampled_rows(cell.seqlen_q)
+    head, batch = cell.heads - 1, cell.batch - 1
+    one = (q[batch, rows, head], k[batch, :, cell.kv_heads - 1], v[batch, :, cell.kv_heads - 1], rows)
+    exact, _ = attend_rows(*one, cell.seqlen_q, cell.causal)
+    plain, _ = attend_rows(*one, cell.seqlen_q, cell.causal, TORCH_DTYPES[cell.dtype])
+    error = (out[batch, rows, head].double() - exact).abs().max().item()
+    bound = 2 * (plain.double() - exact).abs().max().item() + 1e-5
+    return None if error <= bound else f"wrong result: max error {error:.2e}, allowed {bound:.2e}"
+
+
+def time_forward(
+    cells: Sequence[Cell],
+    peers: Sequence[Peer],
+    rounds: int,
+    seed: int = 0,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """One row a cell, in TFLOP/s; on_row sees each as soon as it is measured."""
+    rows = []
+    for index, cell in enumerate(cells):
+        faulthandler.dump_traceback_later(CELL_SECONDS, exit=True)
+        tensors = inputs(cell, seed + index)
+        contenders = _contenders(peers, cell, tensors)
+        for contender in contenders:
+            if contender.name == OURS and contender.error is None:
+                try:
+                    with torch.no_grad():
+                        contender.error = wrong_result(contender.call(), cell, tensors)  # type: ignore[arg-type]
+                except Exception as error:
+                    contender.error = describe(error)
+        measure([c for c in contenders if c.error is None], rounds)
+        row = _row("fwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
+        faulthandler.cancel_dump_traceback_later()
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return rows
+
+
+def _host_microseconds(call: Callable[[], object]) -> float:
+    """Time the host spends on a call, over many calls that nothing waits for."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    elapsed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return elapsed * 1e6 / HOST_CALLS
+
+
+def time_host(peers: Sequence[Peer], rounds: int = 5, seed: int = 0) -> list[Row]:
+    """Host cost of a no-grad call at batch 1, 512 tokens, 16 heads of 128: microseconds, smaller is better."""
+    rows = []
+    for causal in (False, True):
+        cell = Cell("bf16", 128, 128, causal, 1, 16, 16, 512, 512)
+        tensors = inputs(cell, seed)
+        # SDPA as users call it: backend selection belongs to its cost, a context manager around it would not.
+        contenders = _contenders([p for p in peers if p.name not in ("cudnn", "sdpa")], cell, tensors)
+        qt, kt, vt = (t.transpose(1, 2) for t in tensors)
+        contenders.append(
+            Contender("sdpa", lambda a=qt, b=kt, c=vt, m=causal: scaled_dot_product_attention(a, b, c, is_causal=m))  # type: ignore[misc]
+        )
+        faulthandler.dump_traceback_later(CELL_SECONDS, exit=True)
+        gc.disable()  # a collection in one contender's thousand calls would be charged to it
+        with torch.no_grad():
+            for turn in range(rounds + 1):
+                for contender in contenders:
+                    if contender.error is not None:
+                        continue
+                    try:
+                        microseconds = _host_microseconds(contender.call)
+                    except Exception as error:
+                        contender.error = describe(error)
+                        continue
+                    if turn > 0:  # the first round warms up
+                        contender.times_ms.append(microseconds / 1e3)
+        gc.enable()
+        faulthandler.cancel_dump_traceback_later()
+        rows.append(_row("host", cell, "us", contenders, lambda c: c.median_ms * 1e3))
+    return rows
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+
+
+def best_peer(row: Row, names: Sequence[str] = ("fa3", "fa4", "cudnn", "sdpa")) -> tuple[str, float] | None:
+    """The fastest peer of a row and its value."""
+    values = {name: row["value"][name] for name in names if name in row["value"]}
+    if not values:
+        return None
+    pick = min if row["unit"] == "us" else max
+    name = pick(values, key=lambda n: values[n])
+    return name, values[name]
+
+
+def ratio(row: Row) -> float:
+    """Ours against the best peer, above 1 is faster; NaN where either is missing."""
+    best, ours = best_peer(row), row["value"].get(OURS)
+    if best is None or ours is None:
+        return math.nan
+    return best[1] / ours if row["unit"] == "us" else ours / best[1]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Compact text: one line a cell, one column a contender, ours over the best peer last."""
+    names = list(dict.fromkeys(n for row in rows for n in (*row["value"], *row["errors"])))
+    label = {id(row): f"{row['op']} {cell_of(row).name}" for row in rows}
+    width = max([len(text) for text in label.values()] + [4])
+    lines = ["cell".ljust(width) + "".join(n.rjust(12) for n in names) + "   ours/best  spread"]
+    for row in rows:
+        numbers = "".join((f"{row['value'][n]:.1f}" if n in row["value"] else "-").rjust(12) for n in names)
+        best, relative = best_peer(row), ratio(row)
+        verdict = f"{relative:.3f} {best[0]}" if best is not None and not math.isnan(relative) else "-"
+        spread = max(row["spread"].values(), default=math.nan)
+        lines.append(label[id(row)].ljust(width) + numbers + verdict.rjust(15) + f"{spread:8.1%}")
+    ratios = [r for r in (ratio(row) for row in rows if row["unit"] == "TFLOP/s") if not math.isnan(r)]
+    if ratios:
+        lines.append(
+            f"ours/best over {len(ratios)} cells: min {min(ratios):.3f}, median {statistics.median(ratios):.3f}; "
+            f"{sum(r >= 1 for r in ratios)} at or above the best peer"
+        )
+    return "\n".join(lines)
+
+
+def error_lines(rows: Sequence[Row]) -> list[str]:
+    """Each distinct reason why a contender has no value, with the number of cells it concerns."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for name, error in row["errors"].items():
+            counts[name, error] = counts.get((name, error), 0) + 1
+    return [f"{name}: {error} ({count} cells)" for (name, error), count in counts.items()]
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ def _row(op: str, cell: Cell, unit: str, contenders: Iterable[Contender], value:
         if contender.error is not None or not contender.times_ms:
             row["errors"][contender.name] = contender.error or "not measured"
         else:
-            row["value"][contender.name] = round(value(contender), 2)
+            row["value"][contender.name] = float(f"{value(contender):.5g}")
             row["spread"][contender.name] = round(contender.spread, 4)
     return row
 
@@ -170,7 +170,7 @@ def best_peer(row: Row, names: Sequence[str] = ("fa3", "fa4", "cudnn", "sdpa")) 
 def ratio(row: Row) -> float:
     """Ours against the best peer, above 1 is faster; NaN where either is missing."""
     best, ours = best_peer(row), row["value"].get(OURS)
-    if best is None or ours is None:
+    if best is None or not ours or not best[1]:
         return math.nan
     return best[1] / ours if row["unit"] == "us" else ours / best[1]
 

@@ -1,0 +1,38 @@
+"""GPU tests: each carries the marker `gpu` and runs with the Hopper engine forced, so that nothing falls back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def hopper_engine() -> Iterator[None]:
+    """Skips where there is no Hopper GPU; on one, an engine that cannot run is an error and never a skip."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    import flashhopper
+
+    flashhopper.set_backend("hopper")
+    yield
+    flashhopper.set_backend("auto")
+
+
+@pytest.fixture
+def empty_cache() -> Iterator[None]:
+    """For tests with inputs of many gigabytes: gives the memory back, other workers share the GPU."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,158 @@
+"""The parts of the record, one function each: (rounds) -> what the record keeps of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import accuracy, harness, large
+from benchmarks.cells import PRESETS
+from benchmarks.digest import ROOT
+from benchmarks.peers import NAMES, load_all
+
+TESTS_SECONDS = 420
+TOOL_SECONDS = 100  # for each tool of compute-sanitizer
+
+
+def bench_fwd(rounds: int) -> list[harness.Row]:
+    def show(row: harness.Row) -> None:
+        values = " ".join(f"{name} {value:.0f}" for name, value in row["value"].items())
+        print(f"{harness.cell_of(row).name}: {values}", flush=True)
+
+    peers = load_all(list(NAMES))
+    rows = harness.time_forward(PRESETS["issue2"] + PRESETS["head_dims"], peers, rounds, on_row=show)
+    print("\n".join(harness.error_lines(rows)))
+    return rows
+
+
+def bench_host(rounds: int) -> list[harness.Row]:
+    return harness.time_host(load_all(list(NAMES)), rounds)
+
+
+def _failure(case: ElementTree.Element) -> str | None:
+    for child in case:
+        if child.tag in ("failure", "error"):
+            message = " ".join((child.get("message") or "").split())
+            return f"{case.get('classname')}::{case.get('name')}: {message[:300]}"
+    return None
+
+
+def parse_junit(path: Path) -> dict[str, Any]:
+    """Counts of a junit file and the first line of each failure."""
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failures = [text for text in map(_failure, cases) if text is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {
+        "passed": len(cases) - len(failures) - skipped,
+        "failed": len(failures),
+        "skipped": skipped,
+        "failures": failures,
+    }
+
+
+def gpu_tests(rounds: int) -> dict[str, Any]:
+    """The GPU suite in a process of its own; failed tests are a result, an unreadable run is an error."""
+    workers = ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-m",
+            "gpu",
+            "tests/gpu",
+            "-q",
+            "--no-header",
+            "--tb=short",
+            *workers,
+        ]
+        timer = harness.time.monotonic()
+        run = subprocess.run(
+            [*command, f"--junitxml={junit}"], cwd=ROOT, timeout=TESTS_SECONDS, capture_output=True, text=True
+        )
+        seconds = round(harness.time.monotonic() - timer, 1)
+        print(run.stdout[-6000:], run.stderr[-2000:], flush=True)
+        if not junit.is_file():
+            raise RuntimeError(f"pytest left no results, exit code {run.returncode}: {run.stderr[-300:]}")
+        counts = parse_junit(junit)
+    if counts["passed"] + counts["failed"] == 0:
+        raise RuntimeError("no GPU test ran")
+    return {**counts, "seconds": seconds}
+
+
+def parse_sanitizer(output: str) -> str:
+    """`clean`, the number of errors, or why there is no verdict."""
+    race = re.search(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", output)
+    if race:
+        errors, warnings = int(race.group(2)), int(race.group(3))
+        note = f" ({warnings} warnings)" if warnings else ""
+        return (f"{errors} errors" if errors else "clean") + note
+    summary = re.findall(r"ERROR SUMMARY: (\d+) errors?", output)
+    if summary:
+        errors = max(int(number) for number in summary)
+        return f"{errors} errors" if errors else "clean"
+    lines = [line for line in output.strip().splitlines() if line.strip()] or ["no output"]
+    return f"not run: {lines[-1][:200]}"
+
+
+def sanitizer(rounds: int) -> dict[str, str]:
+    """compute-sanitizer's tools over a few tiny problems; only this library's kernels are instrumented."""
+    tools = ("memcheck", "racecheck", "synccheck")
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if program is None:
+        return dict.fromkeys(tools, "not run: compute-sanitizer is not on PATH")
+    result = {}
+    for tool in tools:
+        command = [program, "--tool", tool, "--kernel-name", "kns=flashhopper", "--target-processes", "all"]
+        command += [sys.executable, "-m", "benchmarks.sanitize_subset"]
+        # Freed blocks go back to the driver, so that a touch of freed or neighbouring memory shows.
+        env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        try:
+            run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TOOL_SECONDS)
+        except subprocess.TimeoutExpired:
+            result[tool] = f"not run: no verdict within {TOOL_SECONDS} s"
+            continue
+        output = run.stdout + run.stderr
+        result[tool] = parse_sanitizer(output)
+        if "subset done" not in output:
+            result[tool] = f"not run: the program stopped early; {result[tool]}"
+        if result[tool] != "clean":
+            print("\n".join([line for line in output.splitlines() if "=====" in line][:40]), flush=True)
+        print(f"{tool}: {result[tool]}", flush=True)
+    return result
+
+
+RUNNERS: dict[str, Callable[[int], Any]] = {
+    "bench:host": bench_host,
+    "bench:fwd": bench_fwd,
+    "accuracy": accuracy.measure,
+    "large": large.measure,
+    "tests": gpu_tests,
+    "sanitizer": sanitizer,
+}
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Everything a reader of the terminal needs, short."""
+    lines = [harness.table(record["bench"])] if record["bench"] else []
+    if "accuracy" in record:
+        lines.append(accuracy.table(record["accuracy"]))
+    if "large" in record:
+        lines += [large.line(row) for row in record["large"]]
+    if "tests" in record:
+        tests = record["tests"]
+        lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
+        lines += tests["failures"][:20]
+    if "sanitizer" in record:
+        lines.append("sanitizer: " + ", ".join(f"{tool} {verdict}" for tool, verdict in record["sanitizer"].items()))
+    return "\n".join(lines)

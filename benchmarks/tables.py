@@ -1,0 +1,207 @@
+"""Writes the figures of README.md and docs/ from the record. Standard library only.
+
+    python -m benchmarks.tables           rewrites what stands between the markers
+    python -m benchmarks.tables --check   exit code 1 where it would change anything
+
+A block lies between `<!-- figures:begin NAME -->` and `<!-- figures:end -->`; NAME is one of BLOCKS, none means all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.digest import ROOT
+from benchmarks.record import RECORD, Record, load
+
+MARKED = re.compile(r"(<!-- figures:begin ?([\w-]*) ?-->\n).*?(<!-- figures:end -->)", re.DOTALL)
+OURS = "flashhopper"
+TITLES = {OURS: "flashhopper", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "sdpa": "SDPA (FA2)"}
+NOTHING = "*Not measured yet.*"
+
+
+def _grid(header: list[str], rows: Iterable[list[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def _peers(rows: list[dict[str, Any]]) -> list[str]:
+    return [name for name in TITLES if any(name in row["value"] for row in rows)]
+
+
+def _best(row: dict[str, Any]) -> float | None:
+    """The best peer's value: the largest rate, the smallest time."""
+    values = [value for name, value in row["value"].items() if name != OURS]
+    return (min(values) if row["unit"] == "us" else max(values)) if values else None
+
+
+def _ratio(row: dict[str, Any]) -> float | None:
+    best, ours = _best(row), row["value"].get(OURS)
+    return ours / best if best and ours else None
+
+
+def _forward(record: Record, dtype: str) -> str:
+    rows = [row for row in record["bench"] if row["op"] == "fwd" and row["dtype"] == dtype]
+    if not rows:
+        return NOTHING
+    names = _peers(rows)
+    body = []
+    for row in rows:
+        dims = f"{row['head_dim']}" + ("" if row["head_dim_v"] == row["head_dim"] else f"/{row['head_dim_v']}")
+        ratio = _ratio(row)
+        numbers = [f"{row['value'][name]:.0f}" if name in row["value"] else "-" for name in names]
+        mask = "causal" if row["causal"] else "full"
+        body.append([dims, mask, str(row["seqlen_q"]), *numbers, f"{ratio:.2f}" if ratio else "-"])
+    header = ["head_dim", "mask", "seqlen", *(TITLES[name] for name in names), "of the best peer"]
+    return f"Forward, {dtype}, TFLOP/s (16k tokens, heads x head_dim = 2048):\n\n" + _grid(header, body)
+
+
+def _host(record: Record) -> str:
+    rows = [row for row in record["bench"] if row["op"] == "host"]
+    if not rows:
+        return NOTHING
+    names = _peers(rows)
+    body = [
+        [
+            "causal" if row["causal"] else "full",
+            *(f"{row['value'][n]:.1f}" if n in row["value"] else "-" for n in names),
+        ]
+        for row in rows
+    ]
+    titles = {**TITLES, "sdpa": "SDPA"}
+    return "Host time of a call without gradients, microseconds:\n\n" + _grid(
+        ["mask", *(titles[n] for n in names)], body
+    )
+
+
+def _accuracy(record: Record) -> str:
+    rows = [row for row in record.get("accuracy", []) if "relative_rmse" in row]
+    if not rows:
+        return NOTHING
+    body = []
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
+        cells = [f"{max(row['relative_rmse'] for row in mine):.1e}", f"{max(row['max_error'] for row in mine):.1e}"]
+        for peer in ("fa3", "cudnn"):
+            ratios = [row["relative_rmse"] / row["peers"][peer] for row in mine if row["peers"].get(peer)]
+            cells.append(f"{max(ratios):.3f}" if ratios else "-")
+        body.append([family, dtype, str(len(mine)), *cells])
+    header = ["inputs", "dtype", "cases", "relative rmse", "max error", "rmse / FA3's", "rmse / cuDNN's"]
+    title = "Error against float64, the worst of head_dim 64, 128, 256, full and causal, 2k to 128k keys:\n\n"
+    return title + _grid(header, body)
+
+
+def _large(record: Record) -> str:
+    rows = record.get("large")
+    if not rows:
+        return NOTHING
+    body = [
+        [
+            f"{row['seqlen_q']:,}",
+            f"{row['seconds']:.2f}",
+            f"{row['tflops']:.0f}",
+            f"{(row['input_bytes'] + row['output_bytes']) / 2**30:.1f}",
+            f"{row['extra_bytes'] / 2**20:.1f}",
+            f"{row['max_error']:.1e}",
+        ]
+        for row in rows
+    ]
+    header = [
+        "tokens",
+        "seconds",
+        "TFLOP/s",
+        "inputs and outputs, GiB",
+        "memory beyond them, MiB",
+        "max error of sampled rows",
+    ]
+    return "One sequence, causal, 8 heads of 128, bf16:\n\n" + _grid(header, body)
+
+
+def _verification(record: Record) -> str:
+    parts = []
+    if "tests" in record:
+        tests = record["tests"]
+        parts.append(f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped")
+    if "sanitizer" in record:
+        parts.append("compute-sanitizer " + ", ".join(f"{tool}: {text}" for tool, text in record["sanitizer"].items()))
+    return ("; ".join(parts) + ".") if parts else NOTHING
+
+
+def _summary(record: Record) -> str:
+    ratios = [r for r in (_ratio(row) for row in record["bench"] if row["op"] == "fwd") if r]
+    if not ratios:
+        return NOTHING
+    return (
+        f"Forward against the best peer in {len(ratios)} cells: {min(ratios):.2f} to {max(ratios):.2f} times its speed,"
+        f" median {statistics.median(ratios):.2f}, ahead in {sum(r >= 1 for r in ratios)}."
+    )
+
+
+def _source(record: Record) -> str:
+    where = (
+        f"{record.get('gpu')}, driver {record.get('driver')}, CUDA {record.get('cuda')}, torch {record.get('torch')}"
+    )
+    when = f"{str(record.get('date'))[:10]}, commit {record.get('commit') or 'unknown'}"
+    return f"{where}, cuDNN {record.get('cudnn')}; {when}. Interleaved rounds, medians (benchmarks/results/h200)."
+
+
+BLOCKS: dict[str, Callable[[Record], str]] = {
+    "summary": _summary,
+    "forward-bf16": lambda record: _forward(record, "bf16"),
+    "forward-fp16": lambda record: _forward(record, "fp16"),
+    "host": _host,
+    "accuracy": _accuracy,
+    "large": _large,
+    "verification": _verification,
+    "source": _source,
+}
+
+
+def block(record: Record | None, name: str) -> str:
+    """The text of one block, without its markers."""
+    if name and name not in BLOCKS:
+        raise SystemExit(f"no block {name!r}; blocks are {', '.join(BLOCKS)}")
+    if record is None:
+        return NOTHING
+    return "\n\n".join(BLOCKS[part](record) for part in ([name] if name else BLOCKS))
+
+
+def render(text: str, record: Record | None) -> str:
+    """`text` with every block made anew."""
+    return MARKED.sub(lambda match: f"{match[1]}{block(record, match[2])}\n{match[3]}", text)
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    return [path for path in (root / "README.md", *sorted((root / "docs").rglob("*.md"))) if path.is_file()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.tables", description="figures of the README and docs from the record"
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, exit 1 where a page is stale")
+    parser.add_argument("--record", type=Path, default=RECORD)
+    args = parser.parse_args()
+    record = load(args.record) if args.record.is_file() else None
+    stale = 0
+    for path in pages():
+        old = path.read_text(encoding="utf-8")
+        new = render(old, record)
+        if new == old:
+            continue
+        stale += 1
+        if args.check:
+            print(f"{path.relative_to(ROOT)}: figures are stale, run `python -m benchmarks.tables`")
+        else:
+            path.write_text(new, encoding="utf-8")
+            print(f"{path.relative_to(ROOT)}: figures written")
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

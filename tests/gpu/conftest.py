@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+HANG_SECONDS = 120
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,7 +29,10 @@ def hopper_engine() -> Iterator[None]:
     import flashhopper
 
     flashhopper.set_backend("hopper")
+    # A kernel that never ends blocks every later one: end the process with a traceback (xdist starts another worker).
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True, file=sys.__stderr__)
     yield
+    faulthandler.cancel_dump_traceback_later()
     flashhopper.set_backend("auto")
 
 

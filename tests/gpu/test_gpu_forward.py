@@ -66,6 +66,11 @@ def test_many_tiles(dims: tuple[int, int], causal: bool) -> None:
     assert_attends(*draw(11, 3, 1500, 1500, 24, 8, *dims), causal)
 
 
+def test_many_heads_of_192_and_128() -> None:
+    """Latent attention's prefill shape."""
+    assert_attends(*draw(21, 1, 1024, 1024, 128, 128, 192, 128), True)
+
+
 @MASKS
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences(head_dim: int, causal: bool) -> None:

@@ -133,6 +133,44 @@ def test_cuda_graph(causal: bool) -> None:
         assert_equal_bits(lse, expected_lse)
 
 
+def test_graphs_at_once() -> None:
+    """Two graphs replayed on two streams, and eager calls on a third, share no scheduler state."""
+    problems = [draw(30 + i, 4, 900, 900, 8, 2, 128) for i in range(3)]
+    expected = [flashhopper.flash_attn_func(*p, causal=True) for p in problems]
+    torch.cuda.synchronize()
+    graphs, outputs = [], []
+    for problem in problems[:2]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append(flashhopper.flash_attn_func(*problem, causal=True))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = flashhopper.flash_attn_func(*problems[2], causal=True)
+    torch.cuda.synchronize()
+    for out, right in zip((*outputs, eager), expected, strict=True):
+        assert_equal_bits(out, right)
+
+
+def test_allocation_pressure() -> None:
+    """Memory that a call used is freed and taken by others while the kernel may still run."""
+    q, k, v = draw(33, 4, 1000, 1000, 8, 2, 128)
+    expected = flashhopper.flash_attn_func(q, k, v, causal=True)
+    for round_ in range(30):
+        copies = [x.clone() for x in (q, k, v)]
+        out = flashhopper.flash_attn_func(*copies, causal=True)
+        del copies
+        junk = [torch.full_like(x, float("nan")) for x in (q, k, v, q)]
+        if round_ % 10 == 9:
+            torch.cuda.empty_cache()
+        assert_equal_bits(out, expected)
+        del junk
+
+
 def test_uninitialised_memory_is_overwritten() -> None:
     """torch fills every fresh allocation with NaN in this mode: the public path must write all of out and lse."""
     torch.use_deterministic_algorithms(True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
-import flashhopper
 import pytest
 import torch
 from gpu_support import DTYPES, assert_attends, draw, judge, poisoned_forward
+
+import flashhopper
 
 HEAD_DIMS = [
     *[(d, d) for d in (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128)],

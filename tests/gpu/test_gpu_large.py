@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import flashhopper
 import pytest
 import torch
 from gpu_support import NAN, judge, launch
+
+import flashhopper
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import flashhopper
 import pytest
 import torch
 from gpu_support import assert_attends, assert_equal_bits, draw, judge, launch, poisoned_forward
+
+import flashhopper
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 128, 256])

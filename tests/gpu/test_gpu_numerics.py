@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import flashhopper
 import pytest
 import torch
-from flashhopper.testing import FAMILIES, error_metrics, load_llm_layers, make_inputs
 from gpu_support import DTYPES, assert_attends, draw, judge, materialised, poisoned_forward
+
+import flashhopper
+from flashhopper.testing import FAMILIES, error_metrics, load_llm_layers, make_inputs
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])

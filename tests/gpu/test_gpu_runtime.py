@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import threading
 
-import flashhopper
 import pytest
 import torch
 from gpu_support import DTYPES, assert_equal_bits, draw, judge, materialised, poisoned_forward
+
+import flashhopper
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 SLOW_CYCLES = 50_000_000  # some 30 ms of a kernel that only spins

@@ -7,13 +7,16 @@ the way out. Nothing here reads a tensor's values.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import NoReturn
 
 import torch
 
 FLOAT_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
-DenseShape = tuple[int, int, int, int, int, int, int]  # batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v
+DenseShape = tuple[
+    int, int, int, int, int, int, int
+]  # batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v
 PackedShape = tuple[int, int, int, int, int, int, int]  # batch, total_q, heads, head_dim, total_k, kv_heads, head_dim_v
 
 
@@ -112,8 +115,12 @@ def _fail_rank(q: object, k: object, v: object, rank: int, layout: str) -> NoRet
 
 def _fail_dtype(dtype: torch.dtype) -> NoReturn:
     if "float8" in str(dtype):
-        raise ValueError(f"q has dtype {dtype}: 8-bit inputs need their scales, which this function does not take; pass float16 or bfloat16")
-    raise ValueError(f"q has dtype {dtype}: must be float16, bfloat16, float32 or float64; cast with .to(torch.bfloat16)")
+        raise ValueError(
+            f"q has dtype {dtype}: 8-bit inputs need their scales, which this function does not take; pass float16 or bfloat16"
+        )
+    raise ValueError(
+        f"q has dtype {dtype}: must be float16, bfloat16, float32 or float64; cast with .to(torch.bfloat16)"
+    )
 
 
 def offsets(cu_seqlens: torch.Tensor, name: str, device: torch.device) -> None:
@@ -141,9 +148,7 @@ def _int32(x: torch.Tensor, name: str, device: torch.device) -> None:
         raise ValueError(f"{name} is on {x.device}, q on {device}: must be on one device")
 
 
-def sequence_lengths(
-    offsets: list[int], used: list[int] | None, total: int, longest: int, side: str
-) -> list[int]:
+def sequence_lengths(offsets: list[int], used: list[int] | None, total: int, longest: int, side: str) -> list[int]:
     """Check offsets that are at hand as numbers; return each sequence's length. side is "q" or "k"."""
     name = f"cu_seqlens_{side}"
     if offsets[0] != 0:
@@ -157,10 +162,14 @@ def sequence_lengths(
         length = end - begin
         if used is not None:
             if not 0 <= used[b] <= length:
-                raise ValueError(f"seqused_{side} is {used[b]} for sequence {b} of length {length}: must be between 0 and its length")
+                raise ValueError(
+                    f"seqused_{side} is {used[b]} for sequence {b} of length {length}: must be between 0 and its length"
+                )
             length = used[b]
         if length > longest:
-            raise ValueError(f"max_seqlen_{side} is {longest}, sequence {b} has {length} tokens: must be at least the longest sequence")
+            raise ValueError(
+                f"max_seqlen_{side} is {longest}, sequence {b} has {length} tokens: must be at least the longest sequence"
+            )
         result.append(length)
     return result
 
@@ -168,7 +177,9 @@ def sequence_lengths(
 def sink(x: torch.Tensor, heads: int, device: torch.device) -> None:
     """Check the sink: one logit per query head."""
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"sink is a {type(x).__name__}: must be a tensor of shape ({heads},), one logit per query head")
+        raise ValueError(
+            f"sink is a {type(x).__name__}: must be a tensor of shape ({heads},), one logit per query head"
+        )
     if x.dim() != 1 or x.shape[0] != heads:
         raise ValueError(f"sink has shape {tuple(x.shape)}: must be ({heads},), one logit per query head")
     if x.dtype not in FLOAT_DTYPES:
@@ -188,6 +199,42 @@ def normalize_window(causal: bool, window_size: tuple[int, int]) -> tuple[int, i
     return left, 0 if causal else right
 
 
+def widen_window(left: int, right: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """Bounds that hide nothing at these lengths become -1, so that (seqlen, 0) and causal are one and the same call."""
+    if left >= 0 and left >= seqlen_k - 1:
+        left = -1
+    # A right bound of 0 is causal attention, which the kernels have: it stays.
+    if right > 0 and right >= seqlen_q - 1:
+        right = -1
+    return left, right
+
+
+def split_qkv(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of q, k and v in a fused tensor."""
+    if not isinstance(qkv, torch.Tensor):
+        raise ValueError(f"qkv is a {type(qkv).__name__}: must be a torch.Tensor")
+    if num_heads_q is None:
+        if qkv.dim() != 5 or qkv.shape[2] != 3:
+            raise ValueError(
+                f"qkv has shape {tuple(qkv.shape)}: must be (batch, seqlen, 3, heads, head_dim), "
+                "or give num_heads_q for (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)"
+            )
+        q, k, v = qkv.unbind(2)
+        return q, k, v
+    if qkv.dim() != 4:
+        raise ValueError(
+            f"qkv has shape {tuple(qkv.shape)}: with num_heads_q it must be (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)"
+        )
+    rest = qkv.shape[2] - num_heads_q
+    if num_heads_q < 0 or rest < 0 or rest % 2 != 0:
+        raise ValueError(
+            f"num_heads_q is {num_heads_q}, qkv has {qkv.shape[2]} heads: "
+            "what is left beside the query heads must split evenly into key and value heads"
+        )
+    q, k, v = torch.split(qkv, [num_heads_q, rest // 2, rest // 2], dim=2)
+    return q, k, v
+
+
 def scalars(softmax_scale: float | None, softcap: float, sm_margin: int) -> None:
     """Check the numbers of a call; None takes the default 1 / sqrt(head_dim)."""
     if softmax_scale is not None:
@@ -199,9 +246,9 @@ def scalars(softmax_scale: float | None, softcap: float, sm_margin: int) -> None
         raise ValueError(f"sm_margin is {sm_margin}: must be 0 or more multiprocessors left free")
 
 
-def _finite(value: float, name: str, way_out: str) -> None:
-    if isinstance(value, torch.Tensor):
-        raise ValueError(f"{name} is a tensor: must be a Python float; {way_out}")
+def _finite(value: object, name: str, way_out: str) -> None:
+    if not isinstance(value, numbers.Real):
+        raise ValueError(f"{name} is a {type(value).__name__}: must be a Python float; {way_out}")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {value}: must be finite; {way_out}")
 

@@ -70,7 +70,9 @@ def make_inputs(
         q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v).
     """
     if family not in FAMILIES:
-        raise ValueError(f"family is {family!r}: must be one of {', '.join(FAMILIES)}; real activations come from load_llm_layers(path)")
+        raise ValueError(
+            f"family is {family!r}: must be one of {', '.join(FAMILIES)}; real activations come from load_llm_layers(path)"
+        )
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = heads if kv_heads is None else kv_heads
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
@@ -147,9 +149,13 @@ def load_llm_layers(
     for name in sorted({key.rpartition(".")[0] for key in tensors}):
         missing = [part for part in "qkv" if f"{name}.{part}" not in tensors]
         if missing:
-            raise ValueError(f"{os.fspath(path)}: layer {name!r} lacks {', '.join(f'{name}.{part}' for part in missing)}")
+            raise ValueError(
+                f"{os.fspath(path)}: layer {name!r} lacks {', '.join(f'{name}.{part}' for part in missing)}"
+            )
         q, k, v = (tensors[f"{name}.{part}"].to(device=device, dtype=dtype) for part in "qkv")
-        scale = softmax_scale if softmax_scale is not None else float(metadata.get("softmax_scale", q.shape[-1] ** -0.5))
+        scale = (
+            softmax_scale if softmax_scale is not None else float(metadata.get("softmax_scale", q.shape[-1] ** -0.5))
+        )
         window = windows.get(name)
         layers.append(LlmLayer(name, Inputs(q, k, v), scale, (-1 if window is None else window - 1, 0)))
     return layers

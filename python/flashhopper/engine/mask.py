@@ -60,8 +60,10 @@ class Mask(NamedTuple):
         if self.left < 0 and self.right < 0:
             return self.seqlen_q * self.seqlen_k
         # A row's first key grows by one a row once it leaves 0, its last until it meets seqlen_k: sums of clipped ramps.
-        total += _clipped_sum(self.offset + self.right + 1, self.seqlen_q, self.seqlen_k) if self.right >= 0 else (
-            self.seqlen_q * self.seqlen_k
+        total += (
+            _clipped_sum(self.offset + self.right + 1, self.seqlen_q, self.seqlen_k)
+            if self.right >= 0
+            else (self.seqlen_q * self.seqlen_k)
         )
         if self.left >= 0:
             total -= _clipped_sum(self.offset - self.left, self.seqlen_q, self.seqlen_k)

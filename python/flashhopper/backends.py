@@ -1,0 +1,142 @@
+"""Which engine serves a call, and why. Before it: interface.py, ops.py; after it: engine/hopper.py (is the compiled module there?).
+
+The process-wide choice is one string. What a device, a dtype and a head size allow is looked up once and remembered, so that a call
+pays for a dictionary access.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from .engine import hopper
+
+BACKENDS = ("auto", "hopper", "tiled")
+MAX_HEAD_DIM = 256
+
+_requested = "auto"
+_remembered: dict[tuple[torch.device, torch.dtype, int, int], tuple[str | None, bool]] = {}
+
+
+class set_backend:  # noqa: N801 - reads as the function that it is
+    """Choose the engine of every later call in this process: "auto", "hopper" or "tiled".
+
+    `set_backend("tiled")` holds until the next call; `with set_backend("tiled"):` gives the earlier choice back at the end. "auto" takes
+    the Hopper kernels where they can serve a call and the tiled engine elsewhere; explain() says which and why. "hopper" raises
+    RuntimeError where the kernels cannot serve a call.
+
+    Raises:
+        ValueError: unknown name.
+    """
+
+    def __init__(self, name: str) -> None:
+        global _requested
+        if name not in BACKENDS:
+            raise ValueError(f"backend is {name!r}: must be one of {', '.join(map(repr, BACKENDS))}")
+        self._previous = _requested
+        _requested = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        global _requested
+        _requested = self._previous
+
+
+def backend() -> str:
+    """The process-wide choice: "auto", "hopper" or "tiled"."""
+    return _requested
+
+
+def forget() -> None:
+    """Drop what was looked up about devices and the compiled module (a test that replaces either needs this)."""
+    _remembered.clear()
+
+
+def resolve(
+    requested: str,
+    q: torch.Tensor,
+    head_dim: int,
+    head_dim_v: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    has_sink: bool,
+    is_packed: bool,
+) -> bool:
+    """Whether the Hopper kernels serve this call (else the tiled engine does).
+
+    Raises:
+        RuntimeError: "hopper" was asked for and cannot serve the call; or "auto" would take it, were its library loadable.
+    """
+    if requested == "tiled":
+        return False
+    key = (q.device, q.dtype, head_dim, head_dim_v)
+    known = _remembered.get(key)
+    if known is None:
+        known = _remembered[key] = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)
+    if known[0] is None and window_left < 0 and window_right <= 0 and softcap == 0.0 and not has_sink and not is_packed:
+        return True
+    reason, must_raise = refusal(q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed)
+    if requested == "hopper":
+        raise RuntimeError(f'backend "hopper" cannot serve this call: {reason}')
+    if must_raise:
+        raise RuntimeError(f'{reason}; run `python -m flashhopper doctor`, or ask for set_backend("tiled") by name')
+    return False
+
+
+def refusal(
+    q: torch.Tensor,
+    head_dim: int,
+    head_dim_v: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    has_sink: bool,
+    is_packed: bool,
+) -> tuple[str | None, bool]:
+    """Why the Hopper kernels cannot serve a call (None: they can), and whether a broken installation is the only reason."""
+    reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)
+    feature = None
+    if is_packed:
+        feature = "packed sequences are not in the Hopper kernels yet"
+    elif window_left >= 0 or window_right > 0:
+        feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
+    elif softcap != 0.0:
+        feature = f"softcap ({softcap}) is not in the Hopper kernels yet"
+    elif has_sink:
+        feature = "attention sinks are not in the Hopper kernels yet"
+    if feature is not None and (reason is None or is_broken):
+        return feature, False
+    return reason, is_broken
+
+
+def _static_refusal(
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+) -> tuple[str | None, bool]:
+    if device.type != "cuda":
+        return f"q is on {device}, not on a CUDA device", False
+    capability = hopper.capability(device)
+    if capability is None:
+        return f"no CUDA device answers for {device}", False
+    if capability != (9, 0):
+        return (
+            f"{device} has compute capability {capability[0]}.{capability[1]}, the kernels need 9.0 (H100, H200)",
+            False,
+        )
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"q has dtype {dtype}, the kernels take float16 and bfloat16", False
+    for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if size % 8 != 0 or not 0 < size <= MAX_HEAD_DIM:
+            return f"{name} is {size}, the kernels take multiples of 8 up to {MAX_HEAD_DIM}", False
+    if hopper.module is None:
+        return f"the compiled module flashhopper._C did not load: {hopper.load_error}", True
+    rows = [(row["head_dim"], row["head_dim_v"]) for row in hopper.module.forward_configs()]
+    if not any(head_dim <= row and head_dim_v <= row_v for row, row_v in rows):
+        built = ", ".join(f"{row}/{row_v}" for row, row_v in sorted(set(rows)))
+        return f"no kernel was built for head_dim {head_dim} with head_dim_v {head_dim_v} (built: {built})", False
+    return None, False

@@ -1,0 +1,76 @@
+"""Floating-point operations of the operators, for torch.utils.flop_counter and explain(). Before it: __init__.py; after it:
+engine/mask.py (how many scores the mask keeps).
+
+Only kept (query, key) pairs count, 2 operations a multiply-add: the forward has two products, scores and output; the backward five,
+for it recomputes the scores. Packed sequences are counted by their lengths where those are at hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from . import ops as _ops  # noqa: F401 - defines the operators
+from .engine.mask import Mask
+
+
+def forward_flops(kept: int, heads: int, head_dim: int, head_dim_v: int) -> int:
+    """Q K^T and P V over `kept` (query, key) pairs, summed over the batch, of each head."""
+    return 2 * kept * heads * (head_dim + head_dim_v)
+
+
+def backward_flops(kept: int, heads: int, head_dim: int, head_dim_v: int) -> int:
+    """Q K^T again, dS K and dS^T Q; dO V^T and P^T dO."""
+    return 2 * kept * heads * (3 * head_dim + 2 * head_dim_v)
+
+
+def _kept_dense(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> int:
+    return q.shape[0] * Mask(q.shape[1], k.shape[1], left, right).kept()
+
+
+def _kept_packed(packing: tuple[Any, ...], left: int, right: int) -> int:
+    cu_q, cu_k, used_q, used_k, max_q, max_k = packing
+    if any(type(x) is not torch.Tensor or x.is_meta for x in (cu_q, cu_k)):
+        return int((cu_q.shape[0] - 1) * Mask(max_q, max_k, left, right).kept())  # fake tensors hold no lengths
+    lengths_q = cu_q.diff().tolist() if used_q is None else used_q.tolist()
+    lengths_k = cu_k.diff().tolist() if used_k is None else used_k.tolist()
+    return sum(Mask(sq, sk, left, right).kept() for sq, sk in zip(lengths_q, lengths_k, strict=True))
+
+
+@register_flop_formula(torch.ops.flashhopper.forward, get_raw=True)
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: Any,
+    scale: float,
+    left: int,
+    right: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return forward_flops(_kept_dense(q, k, left, right), q.shape[2], q.shape[3], v.shape[3])
+
+
+@register_flop_formula(torch.ops.flashhopper.backward, get_raw=True)
+def _backward(
+    dout: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **_: Any
+) -> int:
+    left, right = rest[4:6]  # after out, lse, sink, softmax_scale
+    return backward_flops(_kept_dense(q, k, left, right), q.shape[2], q.shape[3], v.shape[3])
+
+
+@register_flop_formula(torch.ops.flashhopper.varlen_forward, get_raw=True)
+def _varlen_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **_: Any) -> int:
+    left, right = rest[8:10]  # after six of packing, sink, softmax_scale
+    return forward_flops(_kept_packed(rest[:6], left, right), q.shape[1], q.shape[2], v.shape[2])
+
+
+@register_flop_formula(torch.ops.flashhopper.varlen_backward, get_raw=True)
+def _varlen_backward(
+    dout: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **_: Any
+) -> int:
+    packing, (left, right) = rest[2:8], rest[10:12]  # out and lse come first, then as in varlen_forward
+    return backward_flops(_kept_packed(packing, left, right), q.shape[1], q.shape[2], v.shape[2])

@@ -1,0 +1,181 @@
+"""The public attention functions. Before it: your code; after it: checks.py -> ops.py -> bindings/module.cpp.
+
+Names, argument order and layout follow flash-attn; what it does not have is keyword-only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import backends, checks, ops
+
+_Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    fp8: object = None,
+    return_lse: bool = False,
+) -> _Result:
+    """softmax(softmax_scale q k^T + mask) v, exact, differentiable in q, k, v and sink.
+
+    FlashAttention (Dao et al. 2022, Dao 2023; on Hopper, Shah et al. 2024).
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16 on the Hopper kernels, float32 and float64 too on the tiled engine.
+            Any strides; the kernels read tensors whose last dimension is contiguous and whose other strides and address are multiples
+            of 16 bytes where they lie, and explain() names the ones that they copy.
+        k: (batch, seqlen_k, kv_heads, head_dim); heads must be a multiple of kv_heads (GQA, MQA).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        softmax_scale: factor of the scores; default 1 / sqrt(head_dim).
+        causal: bottom-right aligned; query i sees keys j <= i + seqlen_k - seqlen_q.
+        window_size: (left, right) in keys, -1 unbounded; query i sees keys from i + seqlen_k - seqlen_q - left to
+            i + seqlen_k - seqlen_q + right. With causal, right is 0.
+        softcap: softcap * tanh(score / softcap) before the mask; 0.0 is off.
+        sink: (heads,) logits that join each row's denominator and have no value.
+        deterministic: bit-reproducible gradients. The gradients of this version always are.
+        num_splits: must be 1 in this version.
+        pack_gqa: must be None or False in this version.
+        sm_margin: multiprocessors that the kernels leave free.
+        fp8: must be None in this version.
+        return_lse: also return lse, which is differentiable too.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous. With return_lse, (out, lse): lse (batch, heads, seqlen_q)
+        float32 (float64 for float64 inputs), natural logarithm of the softmax denominator, sink included. A row that sees nothing gives
+        out 0 and lse -inf (the sink's logit, with a sink).
+
+    Raises:
+        ValueError: an argument breaks a rule; the message names it, its value, the rule and the way out.
+        NotImplementedError: an option that this version does not have.
+        RuntimeError: the "hopper" backend was asked for and cannot serve the call, or a CUDA call failed.
+    """
+    if num_splits != 1 or pack_gqa or fp8 is not None:
+        checks.not_built(fp8, num_splits, pack_gqa)
+    is_plain = ops.is_plain(q, k, v)
+    if not is_plain or ops.any_autocast():
+        q, k, v, sink = ops.autocast(q, k, v, sink)
+    sizes = checks.dense(q, k, v)
+    if sink is not None:
+        checks.sink(sink, sizes[2], q.device)
+    if softmax_scale is not None or softcap != 0.0 or sm_margin != 0:
+        checks.scalars(softmax_scale, softcap, sm_margin)
+    if softmax_scale is None:
+        softmax_scale = sizes[3] ** -0.5
+    left, right = checks.normalize_window(causal, window_size)
+    left, right = checks.widen_window(left, right, sizes[1], sizes[4])
+    numbers = (softmax_scale, left, right, softcap, sm_margin, backends.backend())
+    out, lse = ops.dense_attention(q, k, v, sink, *numbers, is_plain, sizes)
+    return (out, lse) if return_lse else out
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    num_heads_q: int | None = None,
+    sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    fp8: object = None,
+    return_lse: bool = False,
+) -> _Result:
+    """flash_attn_func on the fused result of a QKV projection; q, k and v are read where they lie.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim); or, with num_heads_q, (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim): the query
+            heads, then the key heads, then the value heads.
+        num_heads_q: number of query heads of the second layout.
+
+    The other arguments, the result and the errors are flash_attn_func's. The gradient of qkv is written once, not summed from three.
+    """
+    q, k, v = checks.split_qkv(qkv, num_heads_q)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        sink=sink,
+        deterministic=deterministic,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+        sm_margin=sm_margin,
+        fp8=fp8,
+        return_lse=return_lse,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    fp8: object = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> _Result:
+    """Attention of sequences packed one behind the other, each on its own; differentiable.
+
+    Args:
+        q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device; sequence b is rows [cu_seqlens[b], cu_seqlens[b + 1]).
+        max_seqlen_q, max_seqlen_k: at least the longest sequence.
+        seqused_q, seqused_k: int32 (batch,), how many leading rows of each sequence exist. Rows beyond are never read into a result;
+            as queries they give out 0 and lse -inf.
+
+    The other arguments and the errors are flash_attn_func's; masks are aligned with each sequence's own (used) lengths. This version
+    runs packed sequences on the tiled engine, which reads the lengths on the host.
+
+    Returns:
+        out (total_q, heads, head_dim_v); with return_lse, (out, lse) with lse (heads, total_q).
+    """
+    if num_splits != 1 or pack_gqa or fp8 is not None:
+        checks.not_built(fp8, num_splits, pack_gqa)
+    q, k, v, sink = ops.autocast(q, k, v, sink)
+    packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    sizes = checks.packed(q, k, v, *packing)
+    if sink is not None:
+        checks.sink(sink, sizes[2], q.device)
+    checks.scalars(softmax_scale, softcap, sm_margin)
+    if softmax_scale is None:
+        softmax_scale = sizes[3] ** -0.5
+    left, right = checks.normalize_window(causal, window_size)
+    left, right = checks.widen_window(left, right, max_seqlen_q, max_seqlen_k)
+    out, lse = ops.packed_attention(
+        q, k, v, sink, *packing, softmax_scale, left, right, softcap, sm_margin, backends.backend()
+    )
+    return (out, lse) if return_lse else out

@@ -1,0 +1,297 @@
+"""The registered operators: schemas, implementations and fakes. Before it: ops.py; after it: engine/hopper.py (then
+bindings/module.cpp) or engine/tiled.py.
+
+An operator takes the requested backend as a string and chooses its engine when it runs, so a compiled graph holds no decision about
+the machine it was traced on. Gradients come from the tiled engine on the saved (q, k, v, out, lse), whichever engine ran forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from . import checks
+from .backends import resolve
+from .engine import hopper, tiled, tiles
+
+_Tensor = torch.Tensor
+
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_PACKING = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_NUMBERS = "Tensor? sink, float softmax_scale, SymInt window_left, SymInt window_right, float softcap"
+_FORWARD = "(Tensor out, Tensor lse)"
+_GRADIENTS = "Tensor dout, Tensor? dlse"
+_SAVED = "Tensor out, Tensor lse"
+_BACKWARD = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"  # dsink is empty without a sink
+
+library: Any = torch.library.Library("flashhopper", "DEF")  # type: ignore[no-untyped-call]
+for _schema in (
+    f"forward({_INPUTS}, {_NUMBERS}, SymInt sm_margin, str backend) -> {_FORWARD}",
+    f"backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_NUMBERS}, str backend) -> {_BACKWARD}",
+    f"varlen_forward({_INPUTS}, {_PACKING}, {_NUMBERS}, SymInt sm_margin, str backend) -> {_FORWARD}",
+    f"varlen_backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_PACKING}, {_NUMBERS}, str backend) -> {_BACKWARD}",
+):
+    library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def dense_forward(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+) -> tuple[_Tensor, _Tensor]:
+    """flashhopper::forward on real tensors."""
+    sizes = checks.dense(q, k, v)
+    if sink is not None:
+        checks.sink(sink, sizes[2], q.device)
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    return run_dense(q, k, v, sink, *numbers, sizes)
+
+
+def run_dense(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+    sizes: checks.DenseShape,
+) -> tuple[_Tensor, _Tensor]:
+    has_sink = sink is not None
+    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False):
+        return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin)
+    return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
+
+
+def _resolve_fake(
+    backend: str,
+    q: _Tensor,
+    head_dim: int,
+    head_dim_v: int,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    has_sink: bool,
+    is_packed: bool,
+) -> None:
+    """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
+    if backend == "hopper" or (backend == "auto" and q.device.type == "cuda"):
+        sizes = (int(head_dim), int(head_dim_v), int(window_left), int(window_right))
+        resolve(backend, q, *sizes, softcap, has_sink, is_packed)
+
+
+def _dense_forward_fake(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+) -> tuple[_Tensor, _Tensor]:
+    batch, seqlen_q, heads, head_dim, _, _, head_dim_v = checks.dense(q, k, v)
+    if sink is not None:
+        checks.sink(sink, heads, q.device)
+    _resolve_fake(backend, q, head_dim, head_dim_v, window_left, window_right, softcap, sink is not None, False)
+    out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
+    return out, q.new_empty((batch, heads, seqlen_q), dtype=tiles.accumulator_dtype(q.dtype))
+
+
+def dense_backward(
+    dout: _Tensor,
+    dlse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    backend: str,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
+    checks.dense(q, k, v)
+    checks.output_gradient(dout, out)
+    settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
+    dq, dk, dv, dsink = tiled.dense_backward(dout, dlse, q, k, v, out, lse, sink, settings)
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+
+
+def _backward_fake(
+    dout: _Tensor,
+    dlse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    sink: _Tensor | None,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
+    checks.output_gradient(dout, out)
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return dq, dk, dv, q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+
+
+def _dense_backward_fake(
+    dout: _Tensor,
+    dlse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    backend: str,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
+    checks.dense(q, k, v)
+    return _backward_fake(dout, dlse, q, k, v, out, lse, sink)
+
+
+def varlen_forward(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    cu_seqlens_q: _Tensor,
+    cu_seqlens_k: _Tensor,
+    seqused_q: _Tensor | None,
+    seqused_k: _Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+) -> tuple[_Tensor, _Tensor]:
+    """flashhopper::varlen_forward on real tensors."""
+    packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    sizes = checks.packed(q, k, v, *packing)
+    if sink is not None:
+        checks.sink(sink, sizes[2], q.device)
+    resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, sink is not None, True)
+    settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
+    return tiled.packed_forward(q, k, v, sink, packing, settings)
+
+
+def _varlen_forward_fake(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    cu_seqlens_q: _Tensor,
+    cu_seqlens_k: _Tensor,
+    seqused_q: _Tensor | None,
+    seqused_k: _Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+) -> tuple[_Tensor, _Tensor]:
+    sizes = checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    _, total_q, heads, head_dim, _, _, head_dim_v = sizes
+    if sink is not None:
+        checks.sink(sink, heads, q.device)
+    _resolve_fake(backend, q, head_dim, head_dim_v, window_left, window_right, softcap, sink is not None, True)
+    out = q.new_empty((total_q, heads, head_dim_v))
+    return out, q.new_empty((heads, total_q), dtype=tiles.accumulator_dtype(q.dtype))
+
+
+def varlen_backward(
+    dout: _Tensor,
+    dlse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    cu_seqlens_q: _Tensor,
+    cu_seqlens_k: _Tensor,
+    seqused_q: _Tensor | None,
+    seqused_k: _Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    backend: str,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
+    packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    checks.packed(q, k, v, *packing)
+    checks.output_gradient(dout, out)
+    settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
+    dq, dk, dv, dsink = tiled.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, settings)
+    return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
+
+
+def _varlen_backward_fake(
+    dout: _Tensor,
+    dlse: _Tensor | None,
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    out: _Tensor,
+    lse: _Tensor,
+    cu_seqlens_q: _Tensor,
+    cu_seqlens_k: _Tensor,
+    seqused_q: _Tensor | None,
+    seqused_k: _Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    backend: str,
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
+    return _backward_fake(dout, dlse, q, k, v, out, lse, sink)
+
+
+def refuse_vmap(*_: object) -> NoReturn:
+    raise RuntimeError(
+        "flashhopper operators have no vmap rule: attention is batched already, fold the mapped dimension into batch or heads"
+    )
+
+
+for _name, _implementation, _fake in (
+    ("forward", dense_forward, _dense_forward_fake),
+    ("backward", dense_backward, _dense_backward_fake),
+    ("varlen_forward", varlen_forward, _varlen_forward_fake),
+    ("varlen_backward", varlen_backward, _varlen_backward_fake),
+):
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+    library.impl(_name, refuse_vmap, "FuncTorchBatched")
+    torch.library.register_fake(f"flashhopper::{_name}", _fake, lib=library)
+
+forward_op = torch.ops.flashhopper.forward.default
+backward_op = torch.ops.flashhopper.backward.default
+varlen_forward_op = torch.ops.flashhopper.varlen_forward.default
+varlen_backward_op = torch.ops.flashhopper.varlen_backward.default

@@ -1,0 +1,202 @@
+"""From checked arguments to an operator: autograd, autocast and the short way past the dispatcher. Before it: interface.py,
+checks.py; after it: library.py -> bindings/module.cpp.
+
+A plain eager call (nothing traces, transforms or counts it) runs the implementation directly, under one autograd.Function where a
+gradient may be wanted. Every other call goes through the registered operators, which carry the same gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from . import checks, library
+
+_Tensor = torch.Tensor
+
+# Bound once: an attribute chain costs as much as the call.
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack
+any_autocast = torch._C._is_any_autocast_enabled
+_tracing_state = torch._C._get_tracing_state
+
+
+def is_plain(q: _Tensor, k: _Tensor, v: _Tensor) -> bool:
+    """Whether nothing watches or transforms this call, so that it may skip the dispatcher.
+
+    False under tracing, compilation, dispatch modes (fake tensors, flop counting), function transforms and forward-mode
+    differentiation, and for tensor subclasses.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(q) is _Tensor
+        and type(k) is _Tensor
+        and type(v) is _Tensor
+        and _dispatch_modes() == 0
+        and _interpreter() is None
+        and _tracing_state() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def autocast(
+    q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None
+) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor | None]:
+    """q, k, v in the autocast dtype where autocast is on for their device; float64 stays, as in torch, and so does the sink."""
+    if not isinstance(q, _Tensor) or not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, sink
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (
+        x.to(dtype) if isinstance(x, _Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+        for x in (q, k, v)
+    )
+    return q, k, v, sink
+
+
+def dense_attention(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    sink: _Tensor | None,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+    plain: bool,
+    sizes: checks.DenseShape,
+) -> tuple[_Tensor, _Tensor]:
+    """Checked dense attention by the shortest way that this call allows."""
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    if not plain:
+        _refuse_tangents(q, k, v, sink)
+        run = library.forward_op if _is_dispatched() else _differentiable
+        out, lse = run(q, k, v, sink, *numbers)
+        return out, lse
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    ):
+        out, lse = _differentiable(q, k, v, sink, *numbers)
+        return out, lse
+    return library.run_dense(q, k, v, sink, *numbers, sizes)
+
+
+def packed_attention(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    sink: _Tensor | None,
+    cu_seqlens_q: _Tensor,
+    cu_seqlens_k: _Tensor,
+    seqused_q: _Tensor | None,
+    seqused_k: _Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+) -> tuple[_Tensor, _Tensor]:
+    """Checked attention over packed sequences."""
+    packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    _refuse_tangents(q, k, v, sink)
+    run = library.varlen_forward_op if _is_dispatched() else _differentiable_varlen
+    out, lse = run(q, k, v, *packing, sink, *numbers)
+    return out, lse
+
+
+def _is_dispatched() -> bool:
+    """Whether the operator itself can carry the gradient; function transforms (torch.func) need the autograd.Function."""
+    return torch.compiler.is_compiling() or _interpreter() is None
+
+
+def _refuse_tangents(*inputs: _Tensor | None) -> None:
+    """Forward-mode derivatives are refused by name: an operator without a rule would drop them."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    unpack: Any = forward_ad.unpack_dual
+    if any(x is not None and unpack(x).tangent is not None for x in inputs):
+        raise RuntimeError(
+            "flashhopper attention has no forward-mode derivative: use reverse mode, or reference_attention instead"
+        )
+
+
+def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
+    q, k, v, sink, *numbers, _, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, sink)
+    ctx.numbers = (*numbers, backend)
+    ctx.set_materialize_grads(False)  # an unused lse costs nothing
+
+
+def _dense_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tuple[_Tensor | None, ...]:
+    q, k, v, out, lse, sink = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    run = _gradient_runner(library.backward_op, library.dense_backward, _once)
+    dq, dk, dv, dsink = run(dout, dlse, q, k, v, out, lse, sink, *ctx.numbers)
+    return dq, dk, dv, None if sink is None else dsink, *(None,) * 6
+
+
+def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_q, max_k, sink, *numbers, _, backend = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink)
+    ctx.lengths = (max_q, max_k)
+    ctx.numbers = (*numbers, backend)
+    ctx.set_materialize_grads(False)
+
+
+def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tuple[_Tensor | None, ...]:
+    *tensors, sink = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(tensors[3])
+    run = _gradient_runner(library.varlen_backward_op, library.varlen_backward, _once_varlen)
+    dq, dk, dv, dsink = run(dout, dlse, *tensors, *ctx.lengths, sink, *ctx.numbers)
+    return dq, dk, dv, *(None,) * 6, None if sink is None else dsink, *(None,) * 6
+
+
+def _gradient_runner(operator: Any, implementation: Any, once: Any) -> Any:
+    """How a backward runs: traced as an operator; under create_graph=True as a node that refuses to be differentiated again."""
+    if torch.compiler.is_compiling() or _dispatch_modes() > 0:
+        return operator
+    return once if torch.is_grad_enabled() else implementation
+
+
+def _no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, ...]) -> None:
+    """A refusal needs nothing saved."""
+
+
+def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
+    raise RuntimeError(
+        "flashhopper attention has no second derivative: drop create_graph=True, or differentiate reference_attention instead"
+    )
+
+
+def _refuse_vmap(*_: Any) -> NoReturn:
+    library.refuse_vmap()
+
+
+def _function(name: str, forward: Any, context: Any, gradient: Any) -> Any:
+    """apply() of an autograd.Function made of these parts."""
+    parts = {"forward": forward, "setup_context": context, "backward": gradient, "vmap": _refuse_vmap}
+    function: Any = type(name, (torch.autograd.Function,), {key: staticmethod(part) for key, part in parts.items()})
+    return function.apply
+
+
+_differentiable = _function("Attention", library.dense_forward, _dense_context, _dense_gradient)
+_differentiable_varlen = _function("VarlenAttention", library.varlen_forward, _varlen_context, _varlen_gradient)
+_once = _function("AttentionGradient", library.dense_backward, _no_context, _refuse_second_derivative)
+_once_varlen = _function("VarlenGradient", library.varlen_backward, _no_context, _refuse_second_derivative)
+
+for _name, _gradient, _context in (
+    ("forward", _dense_gradient, _dense_context),
+    ("backward", _refuse_second_derivative, _no_context),
+    ("varlen_forward", _varlen_gradient, _varlen_context),
+    ("varlen_backward", _refuse_second_derivative, _no_context),
+):
+    torch.library.register_autograd(f"flashhopper::{_name}", _gradient, setup_context=_context, lib=library.library)

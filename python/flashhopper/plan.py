@@ -1,0 +1,193 @@
+"""explain(): what a call would do, without doing it. Before it: your code; after it: backends.py, engine/hopper.py, engine/tiles.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from . import backends, checks, flops
+from .engine import hopper, tiles
+from .engine.mask import Mask
+
+_TILED_GRADIENTS = "tiled engine, recomputed from the saved (q, k, v, out, lse); bit-reproducible"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one attention call; str() gives it as text."""
+
+    backend: str  # "hopper" or "tiled"
+    requested: str  # what set_backend chose
+    why: str
+    problem: str  # sizes and mask in words
+    config: str  # row of the kernels' config table, or the tiled engine's blocks
+    tile_m: int  # queries a tile
+    tile_n: int  # keys a tile
+    head_dim: int  # as computed: padded by the kernels
+    head_dim_v: int
+    grid: int  # thread blocks launched; 0 on the tiled engine
+    tiles: int
+    splits: int
+    threads: int
+    stages: int
+    smem_bytes: int
+    workspace_bytes: int
+    flops: float  # of kept scores, both products
+    bytes: float  # of q, k, v, out and lse
+    gradients: str  # where they come from
+    copies: tuple[str, ...] = field(default=())  # inputs that are copied first, and why
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        shape = f"{self.tile_m} x {self.tile_n}, head_dim {self.head_dim}/{self.head_dim_v}"
+        lines = [
+            f"backend    {self.backend} (set_backend: {self.requested}): {self.why}",
+            f"problem    {self.problem}",
+            f"config     {self.config}: tile {shape}, {self.tiles} tiles, {self.splits} split(s)",
+        ]
+        if self.backend == "hopper":
+            launch = f"{self.grid} thread blocks of {self.threads} threads, {self.stages} stages"
+            lines.append(
+                f"launch     {launch}, {self.smem_bytes} bytes of shared memory, {self.workspace_bytes} of workspace"
+            )
+        lines.append(f"work       {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.3f} MB of inputs and outputs")
+        lines.append(f"gradients  {self.gradients}")
+        lines.append(f"copies     {'; '.join(self.copies) or 'none'}")
+        lines.extend(f"note       {note}" for note in self.notes)
+        return "\n".join(lines)
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    sink: torch.Tensor | None = None,
+    deterministic: bool = False,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    fp8: object = None,
+    return_lse: bool = False,
+) -> Plan:
+    """What flash_attn_func would do with these arguments here and now; launches nothing.
+
+    Returns:
+        A Plan: engine and why, tile config, grid, shared memory, flops, bytes, copies, and where gradients come from. When set_backend
+        demands what cannot run, `why` says what the call would raise.
+
+    Raises:
+        ValueError, NotImplementedError: as flash_attn_func.
+    """
+    checks.not_built(fp8, num_splits, pack_gqa)
+    sizes = checks.dense(q, k, v)
+    batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
+    if sink is not None:
+        checks.sink(sink, heads, q.device)
+    checks.scalars(softmax_scale, softcap, sm_margin)
+    left, right = checks.normalize_window(causal, window_size)
+    left, right = checks.widen_window(left, right, seqlen_q, seqlen_k)
+    mask = Mask(seqlen_q, seqlen_k, left, right)
+    requested = backends.backend()
+    reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, softcap, sink is not None, False)
+    runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
+    problem = (
+        f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, head_dim {head_dim}/{head_dim_v}, "
+        f"{_mask_text(left, right)}, {str(q.dtype).removeprefix('torch.')} on {q.device}"
+    )
+    elements = q.numel() + k.numel() + v.numel() + batch * seqlen_q * heads * head_dim_v
+    lse_bytes = batch * heads * seqlen_q * tiles.accumulator_dtype(q.dtype).itemsize
+    common = {
+        "requested": requested,
+        "why": _why(requested, reason, runs_hopper),
+        "problem": problem,
+        "flops": float(flops.forward_flops(batch * mask.kept(), heads, head_dim, head_dim_v)),
+        "bytes": float(elements * q.element_size() + lse_bytes),
+        "gradients": _TILED_GRADIENTS,
+        "notes": _notes(),
+    }
+    if runs_hopper and reason is None:
+        return _hopper_plan(q, k, v, sizes, left, right, sm_margin, common)
+    return _tiled_plan(q, sizes, "hopper" if runs_hopper else "tiled", common)
+
+
+def _why(requested: str, reason: str | None, runs_hopper: bool) -> str:
+    if requested == "tiled":
+        return "asked for by name"
+    if reason is None:
+        return "a Hopper GPU, dtype, head sizes and mask that the kernels have"
+    return f"the call would raise RuntimeError, {reason}" if runs_hopper else reason
+
+
+def _notes() -> tuple[str, ...]:
+    if hopper.module is None:
+        return (f"THE COMPILED MODULE DID NOT LOAD: {hopper.load_error}; run `python -m flashhopper doctor`",)
+    return ()
+
+
+def _mask_text(left: int, right: int) -> str:
+    if left < 0 and right == 0:
+        return "causal"
+    return "full" if left < 0 and right < 0 else f"window ({left}, {right})"
+
+
+def _hopper_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sizes: checks.DenseShape,
+    left: int,
+    right: int,
+    sm_margin: int,
+    common: dict[str, object],
+) -> Plan:
+    row = hopper.forward_plan(sizes, q.dtype, left, right, sm_margin, q.device)
+    reasons = ((name, hopper.copy_reason(x)) for name, x in (("q", q), ("k", k), ("v", v)))
+    return Plan(
+        backend="hopper",
+        config=row["config"],
+        tile_m=row["tile_m"],
+        tile_n=row["tile_n"],
+        head_dim=row["head_dim"],
+        head_dim_v=row["head_dim_v"],
+        grid=row["grid"],
+        tiles=row["tiles"],
+        splits=1,
+        threads=row["threads"],
+        stages=row["stages"],
+        smem_bytes=row["smem_bytes"],
+        workspace_bytes=hopper.module.workspace_bytes(),
+        copies=tuple(f"{name} ({reason})" for name, reason in reasons if reason is not None),
+        **common,  # type: ignore[arg-type]
+    )
+
+
+def _tiled_plan(q: torch.Tensor, sizes: checks.DenseShape, backend: str, common: dict[str, object]) -> Plan:
+    batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
+    group = heads // max(kv_heads, 1)
+    blocks = tiles.choose_blocks(batch * kv_heads, max(group, 1), seqlen_q, seqlen_k, q.device)
+    steps = -(-(batch * kv_heads) // blocks.heads) * -(-seqlen_q // blocks.q)
+    operands = str(tiles.operand_dtype(q.dtype, q.device)).removeprefix("torch.")
+    return Plan(
+        backend=backend,
+        config="none"
+        if backend == "hopper"
+        else f"torch ops, {blocks.heads} KV head(s) of the batch at a time, {operands} products",
+        tile_m=blocks.q,
+        tile_n=blocks.k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        grid=0,
+        tiles=steps,
+        splits=1,
+        threads=0,
+        stages=0,
+        smem_bytes=0,
+        workspace_bytes=0,
+        **common,  # type: ignore[arg-type]
+    )

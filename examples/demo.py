@@ -48,8 +48,8 @@ def engines(device: torch.device) -> dict[str, Attend]:
     """What can run on this device, torch's own attention last: it is what the others are compared with."""
     found = {}
     if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        found["flashhopper (hopper)"] = with_backend("hopper")
-    found["flashhopper (tiled)"] = with_backend("tiled")
+        found["hopper"] = with_backend("hopper")
+    found["tiled"] = with_backend("tiled")
     found["torch SDPA"] = torch_sdpa
     return found
 
@@ -76,7 +76,7 @@ def causal_flops(inputs: Inputs) -> float:
 
 
 def accuracy_table(layers: list[LlmLayer], attends: dict[str, Attend]) -> Table:
-    table = Table(title="Error against float64 on the same inputs")
+    table = Table(title="Error against float64 on the same inputs (hopper, tiled: flashhopper's engines)")
     for column in ("layer", "engine", "rmse", "relative rmse", "max error"):
         table.add_column(column, justify="left" if column in ("layer", "engine") else "right")
     for layer in layers:
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     device = torch.device(args.device)
-    layers = load_llm_layers(args.data, device=device)
+    layers = sorted(load_llm_layers(args.data, device=device), key=lambda layer: (len(layer.name), layer.name))
     attends = engines(device)
 
     console = Console()

@@ -135,6 +135,13 @@ def test_public_function_is_the_kernel(causal: bool) -> None:
     assert torch.equal(lse, raw_lse)
 
 
+def test_window_of_the_whole_sequence_is_causal() -> None:
+    q, k, v = draw(22, 2, 200, 300, 4, 2, 128)
+    causal = flashhopper.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flashhopper.flash_attn_func(q, k, v, window_size=(300, 0)), causal)
+    assert torch.equal(flashhopper.flash_attn_func(q, k, v, window_size=(-1, 0)), causal)
+
+
 @pytest.mark.parametrize("sm_margin", [1, 100, 131])
 def test_fewer_multiprocessors(sm_margin: int) -> None:
     """The grid shrinks, the numbers do not change."""

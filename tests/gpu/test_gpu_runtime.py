@@ -304,9 +304,14 @@ def test_features_of_the_tiled_engine(extra: dict[str, object]) -> None:
 
 def test_explain_names_the_kernel() -> None:
     q, k, v = draw(22, 2, 1024, 1024, 16, 4, 128)
-    text = str(flashhopper.explain(q, k, v, causal=True))
-    assert "hopper" in text
-    assert "fwd_hd128" in text
+    plan = flashhopper.explain(q, k, v, causal=True)
+    assert plan.backend == "hopper"
+    assert plan.config.startswith("fwd_hd128")
+    assert plan.config in str(plan)
+    assert 0 < plan.grid <= plan.tiles
+    assert 0 < plan.smem_bytes <= 227 * 1024
+    assert plan.flops == 4 * 2 * 16 * (1024 * 1025 // 2) * 128
+    assert not plan.copies
 
 
 def test_lse_is_the_natural_logarithm() -> None:

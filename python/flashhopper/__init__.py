@@ -1,4 +1,5 @@
-"""Exact attention for NVIDIA Hopper GPUs: FlashAttention kernels where there is one, a tiled engine in torch ops everywhere else.
+"""Exact attention for NVIDIA Hopper GPUs: FlashAttention kernels where there is one, a tiled engine in torch ops
+everywhere else.
 
 Reading path: interface.py -> checks.py -> ops.py -> cpp/bindings/module.cpp.
 """

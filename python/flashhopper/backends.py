@@ -1,7 +1,8 @@
-"""Which engine serves a call, and why. Before it: interface.py, ops.py; after it: engine/hopper.py (is the compiled module there?).
+"""Which engine serves a call, and why. Before it: interface.py, ops.py; after it: engine/hopper.py (is the compiled
+module there?).
 
-The process-wide choice is one string. What a device, a dtype and a head size allow is looked up once and remembered, so that a call
-pays for a dictionary access.
+The process-wide choice is one string. What a device, a dtype and a head size allow is looked up once and remembered,
+so that a call pays for a dictionary access.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _remembered: dict[tuple[torch.device, torch.dtype, int, int], tuple[str | None, 
 class set_backend:  # noqa: N801 - reads as the function that it is
     """Choose the engine of every later call in this process: "auto", "hopper" or "tiled".
 
-    `set_backend("tiled")` holds until the next call; `with set_backend("tiled"):` gives the earlier choice back at the end. "auto" takes
-    the Hopper kernels where they can serve a call and the tiled engine elsewhere; explain() says which and why. "hopper" raises
-    RuntimeError where the kernels cannot serve a call.
+    `set_backend("tiled")` holds until the next call; `with set_backend("tiled"):` gives the earlier choice back at the
+    end. "auto" takes the Hopper kernels where they can serve a call and the tiled engine elsewhere; explain() says
+    which and why. "hopper" raises RuntimeError where the kernels cannot serve a call.
 
     Raises:
         ValueError: unknown name.
@@ -71,7 +72,8 @@ def resolve(
     """Whether the Hopper kernels serve this call (else the tiled engine does).
 
     Raises:
-        RuntimeError: "hopper" was asked for and cannot serve the call; or "auto" would take it, were its library loadable.
+        RuntimeError: "hopper" was asked for and cannot serve the call; or "auto" would take it, were its library
+            loadable.
     """
     if requested == "tiled":
         return False
@@ -99,7 +101,9 @@ def refusal(
     has_sink: bool,
     is_packed: bool,
 ) -> tuple[str | None, bool]:
-    """Why the Hopper kernels cannot serve a call (None: they can), and whether a broken installation is the only reason."""
+    """Why the Hopper kernels cannot serve a call (None: they can), and whether a broken installation is the only
+    reason.
+    """
     reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)
     feature = None
     if is_packed:

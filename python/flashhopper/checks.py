@@ -1,11 +1,13 @@
-"""Argument validation shared by eager calls, registered ops and fake tensors. Before it: interface.py; after it: ops.py.
+"""Argument validation shared by eager calls, registered ops and fake tensors. Before it: interface.py; after it:
+ops.py.
 
-Every check costs next to nothing when it passes; messages are built only on failure and name the argument, what it is, the rule and
-the way out. Nothing here reads a tensor's values.
+Every check costs next to nothing when it passes; messages are built only on failure and name the argument, what it is,
+the rule and the way out. Nothing here reads a tensor's values.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from typing import NoReturn
@@ -62,7 +64,8 @@ def packed(
     batch = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] - 1 != batch:
         raise ValueError(
-            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {batch + 1}: both must hold batch + 1 offsets"
+            f"cu_seqlens_k has {cu_seqlens_k.shape[0]} entries, cu_seqlens_q has {batch + 1}: "
+            "both must hold batch + 1 offsets"
         )
     for name, used in (("seqused_q", seqused_q), ("seqused_k", seqused_k)):
         if used is not None:
@@ -89,7 +92,8 @@ def _heads_and_kinds(
         raise ValueError(f"k has head_dim {k_head_dim}, q has {head_dim}: must be equal (only v's head_dim may differ)")
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
-            f"k has {kv_heads} heads, q has {heads}: heads_q must be a multiple of heads_kv (repeat or drop heads so that it is)"
+            f"k has {kv_heads} heads, q has {heads}: heads_q must be a multiple of heads_kv "
+            "(repeat or drop heads so that it is)"
         )
     if head_dim == 0:
         raise ValueError("q has head_dim 0: must be at least 1")
@@ -116,7 +120,8 @@ def _fail_rank(q: object, k: object, v: object, rank: int, layout: str) -> NoRet
 def _fail_dtype(dtype: torch.dtype) -> NoReturn:
     if "float8" in str(dtype):
         raise ValueError(
-            f"q has dtype {dtype}: 8-bit inputs need their scales, which this function does not take; pass float16 or bfloat16"
+            f"q has dtype {dtype}: 8-bit inputs need their scales, which this function does not take; "
+            "pass float16 or bfloat16"
         )
     raise ValueError(
         f"q has dtype {dtype}: must be float16, bfloat16, float32 or float64; cast with .to(torch.bfloat16)"
@@ -156,7 +161,7 @@ def sequence_lengths(offsets: list[int], used: list[int] | None, total: int, lon
     if offsets[-1] > total:
         raise ValueError(f"{name} ends at {offsets[-1]}, {side} has {total} tokens: must not exceed them")
     result = []
-    for b, (begin, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
         if end < begin:
             raise ValueError(f"{name} falls from {begin} to {end} at sequence {b}: must not decrease")
         length = end - begin
@@ -168,7 +173,8 @@ def sequence_lengths(offsets: list[int], used: list[int] | None, total: int, lon
             length = used[b]
         if length > longest:
             raise ValueError(
-                f"max_seqlen_{side} is {longest}, sequence {b} has {length} tokens: must be at least the longest sequence"
+                f"max_seqlen_{side} is {longest}, sequence {b} has {length} tokens: "
+                "must be at least the longest sequence"
             )
         result.append(length)
     return result
@@ -223,7 +229,8 @@ def split_qkv(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor,
         return q, k, v
     if qkv.dim() != 4:
         raise ValueError(
-            f"qkv has shape {tuple(qkv.shape)}: with num_heads_q it must be (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)"
+            f"qkv has shape {tuple(qkv.shape)}: with num_heads_q it must be "
+            "(batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)"
         )
     rest = qkv.shape[2] - num_heads_q
     if num_heads_q < 0 or rest < 0 or rest % 2 != 0:

@@ -1,8 +1,8 @@
-"""Floating-point operations of the operators, for torch.utils.flop_counter and explain(). Before it: __init__.py; after it:
-engine/mask.py (how many scores the mask keeps).
+"""Floating-point operations of the operators, for torch.utils.flop_counter and explain(). Before it: __init__.py;
+after it: engine/mask.py (how many scores the mask keeps).
 
-Only kept (query, key) pairs count, 2 operations a multiply-add: the forward has two products, scores and output; the backward five,
-for it recomputes the scores. Packed sequences are counted by their lengths where those are at hand.
+Only kept (query, key) pairs count, 2 operations a multiply-add: the forward has two products, scores and output; the
+backward five, for it recomputes the scores. Packed sequences are counted by their lengths where those are at hand.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def flash_attn_func(
     FlashAttention (Dao et al. 2022, Dao 2023; on Hopper, Shah et al. 2024).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16 on the Hopper kernels, float32 and float64 too on the tiled engine.
-            Any strides; the kernels read tensors whose last dimension is contiguous and whose other strides and address are multiples
-            of 16 bytes where they lie, and explain() names the ones that they copy.
+        q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16 on the Hopper kernels, float32 and float64 too on
+            the tiled engine. Any strides; the kernels read tensors whose last dimension is contiguous and whose other
+            strides and address are multiples of 16 bytes where they lie, and explain() names the ones that they copy.
         k: (batch, seqlen_k, kv_heads, head_dim); heads must be a multiple of kv_heads (GQA, MQA).
         v: (batch, seqlen_k, kv_heads, head_dim_v).
         softmax_scale: factor of the scores; default 1 / sqrt(head_dim).
@@ -53,9 +53,9 @@ def flash_attn_func(
         return_lse: also return lse, which is differentiable too.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous. With return_lse, (out, lse): lse (batch, heads, seqlen_q)
-        float32 (float64 for float64 inputs), natural logarithm of the softmax denominator, sink included. A row that sees nothing gives
-        out 0 and lse -inf (the sink's logit, with a sink).
+        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous. With return_lse, (out, lse): lse (batch,
+        heads, seqlen_q) float32 (float64 for float64 inputs), natural logarithm of the softmax denominator, sink
+        included. A row that sees nothing gives out 0 and lse -inf (the sink's logit, with a sink).
 
     Raises:
         ValueError: an argument breaks a rule; the message names it, its value, the rule and the way out.
@@ -100,11 +100,12 @@ def flash_attn_qkvpacked_func(
     """flash_attn_func on the fused result of a QKV projection; q, k and v are read where they lie.
 
     Args:
-        qkv: (batch, seqlen, 3, heads, head_dim); or, with num_heads_q, (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim): the query
-            heads, then the key heads, then the value heads.
+        qkv: (batch, seqlen, 3, heads, head_dim); or, with num_heads_q, (batch, seqlen, num_heads_q + 2 * kv_heads,
+            head_dim): the query heads, then the key heads, then the value heads.
         num_heads_q: number of query heads of the second layout.
 
-    The other arguments, the result and the errors are flash_attn_func's. The gradient of qkv is written once, not summed from three.
+    The other arguments, the result and the errors are flash_attn_func's. The gradient of qkv is written once, not
+    summed from three.
     """
     q, k, v = checks.split_qkv(qkv, num_heads_q)
     return flash_attn_func(
@@ -152,13 +153,14 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads, head_dim); k: (total_k, kv_heads, head_dim); v: (total_k, kv_heads, head_dim_v).
-        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device; sequence b is rows [cu_seqlens[b], cu_seqlens[b + 1]).
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on q's device; sequence b is rows [cu_seqlens[b], cu_seqlens[b +
+            1]).
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        seqused_q, seqused_k: int32 (batch,), how many leading rows of each sequence exist. Rows beyond are never read into a result;
-            as queries they give out 0 and lse -inf.
+        seqused_q, seqused_k: int32 (batch,), how many leading rows of each sequence exist. Rows beyond are never read
+            into a result; as queries they give out 0 and lse -inf.
 
-    The other arguments and the errors are flash_attn_func's; masks are aligned with each sequence's own (used) lengths. This version
-    runs packed sequences on the tiled engine, which reads the lengths on the host.
+    The other arguments and the errors are flash_attn_func's; masks are aligned with each sequence's own (used)
+    lengths. This version runs packed sequences on the tiled engine, which reads the lengths on the host.
 
     Returns:
         out (total_q, heads, head_dim_v); with return_lse, (out, lse) with lse (heads, total_q).

@@ -1,8 +1,9 @@
 """The registered operators: schemas, implementations and fakes. Before it: ops.py; after it: engine/hopper.py (then
 bindings/module.cpp) or engine/tiled.py.
 
-An operator takes the requested backend as a string and chooses its engine when it runs, so a compiled graph holds no decision about
-the machine it was traced on. Gradients come from the tiled engine on the saved (q, k, v, out, lse), whichever engine ran forward.
+An operator takes the requested backend as a string and chooses its engine when it runs, so a compiled graph holds no
+decision about the machine it was traced on. Gradients come from the tiled engine on the saved (q, k, v, out, lse),
+whichever engine ran forward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from .engine import hopper, tiled, tiles
 _Tensor = torch.Tensor
 
 _INPUTS = "Tensor q, Tensor k, Tensor v"
-_PACKING = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_PACKING = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k"
+)
 _NUMBERS = "Tensor? sink, float softmax_scale, SymInt window_left, SymInt window_right, float softcap"
 _FORWARD = "(Tensor out, Tensor lse)"
 _GRADIENTS = "Tensor dout, Tensor? dlse"
@@ -276,8 +280,10 @@ def _varlen_backward_fake(
 
 
 def refuse_vmap(*_: object) -> NoReturn:
+    """What every operator does under vmap."""
     raise RuntimeError(
-        "flashhopper operators have no vmap rule: attention is batched already, fold the mapped dimension into batch or heads"
+        "flashhopper operators have no vmap rule: attention is batched already, "
+        "fold the mapped dimension into batch or heads"
     )
 
 

@@ -1,7 +1,7 @@
 """Combine attention over parts of the keys into attention over all of them. Before it: your code; after it: nothing.
 
-With lse_i the logarithm of part i's softmax denominator, out = sum_i exp(lse_i - lse) out_i and lse = log sum_i exp(lse_i)
-(Milakov and Gimelshein 2018; how split KV, a shared prefix and ring attention are put together).
+With lse_i the logarithm of part i's softmax denominator, out = sum_i exp(lse_i - lse) out_i and lse = log sum_i
+exp(lse_i) (Milakov and Gimelshein 2018; how split KV, a shared prefix and ring attention are put together).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def merge_attention(
     """Merge partial results of the same queries over disjoint sets of keys; differentiable, in torch ops.
 
     Args:
-        outs: parts of shape (batch, seqlen_q, heads, head_dim_v), or packed (total_q, heads, head_dim_v); a sequence or one tensor stacked
-            along dimension 0.
+        outs: parts of shape (batch, seqlen_q, heads, head_dim_v), or packed (total_q, heads, head_dim_v); a sequence
+            or one tensor stacked along dimension 0.
         lses: their lse of shape (batch, heads, seqlen_q) or (heads, total_q), natural logarithm.
 
     Returns:
@@ -34,14 +34,15 @@ def merge_attention(
     shape, lse_shape = outs[0].shape, lses[0].shape
     if len(shape) not in (3, 4) or (*shape[:-3], shape[-2], shape[-3]) != tuple(lse_shape):
         raise ValueError(
-            f"outs[0] has shape {tuple(shape)}, lses[0] has {tuple(lse_shape)}: must be (batch, seqlen_q, heads, head_dim_v) with "
-            "(batch, heads, seqlen_q), or (total_q, heads, head_dim_v) with (heads, total_q)"
+            f"outs[0] has shape {tuple(shape)}, lses[0] has {tuple(lse_shape)}: "
+            "must be (batch, seqlen_q, heads, head_dim_v) with (batch, heads, seqlen_q), "
+            "or (total_q, heads, head_dim_v) with (heads, total_q)"
         )
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
         if out.shape != shape or lse.shape != lse_shape:
             raise ValueError(
-                f"part {i} has shapes {tuple(out.shape)} and {tuple(lse.shape)}, part 0 has {tuple(shape)} and {tuple(lse_shape)}: "
-                "must be equal"
+                f"part {i} has shapes {tuple(out.shape)} and {tuple(lse.shape)}, "
+                f"part 0 has {tuple(shape)} and {tuple(lse_shape)}: must be equal"
             )
     logs = torch.stack(lses)
     largest = logs.detach().amax(dim=0)

@@ -1,8 +1,9 @@
-"""From checked arguments to an operator: autograd, autocast and the short way past the dispatcher. Before it: interface.py,
-checks.py; after it: library.py -> bindings/module.cpp.
+"""From checked arguments to an operator: autograd, autocast and the short way past the dispatcher. Before it:
+interface.py, checks.py; after it: library.py -> bindings/module.cpp.
 
-A plain eager call (nothing traces, transforms or counts it) runs the implementation directly, under one autograd.Function where a
-gradient may be wanted. Every other call goes through the registered operators, which carry the same gradient.
+A plain eager call (nothing traces, transforms or counts it) runs the implementation directly, under one
+autograd.Function where a gradient may be wanted. Every other call goes through the registered operators, which carry
+the same gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def is_plain(q: _Tensor, k: _Tensor, v: _Tensor) -> bool:
 def autocast(
     q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor | None]:
-    """q, k, v in the autocast dtype where autocast is on for their device; float64 stays, as in torch, and so does the sink."""
+    """q, k, v in the autocast dtype where autocast is on for their device; float64 stays, as in torch, and so does the
+    sink.
+    """
     if not isinstance(q, _Tensor) or not torch.is_autocast_enabled(q.device.type):
         return q, k, v, sink
     dtype = torch.get_autocast_dtype(q.device.type)
@@ -112,7 +115,7 @@ def packed_attention(
 
 
 def _is_dispatched() -> bool:
-    """Whether the operator itself can carry the gradient; function transforms (torch.func) need the autograd.Function."""
+    """Whether the operator can carry the gradient itself; function transforms need the autograd.Function."""
     return torch.compiler.is_compiling() or _interpreter() is None
 
 
@@ -161,7 +164,9 @@ def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tu
 
 
 def _gradient_runner(operator: Any, implementation: Any, once: Any) -> Any:
-    """How a backward runs: traced as an operator; under create_graph=True as a node that refuses to be differentiated again."""
+    """How a backward runs: traced as an operator; under create_graph=True as a node that refuses to be differentiated
+    again.
+    """
     if torch.compiler.is_compiling() or _dispatch_modes() > 0:
         return operator
     return once if torch.is_grad_enabled() else implementation
@@ -173,7 +178,8 @@ def _no_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, ...]) 
 
 def _refuse_second_derivative(ctx: Any, *_: Any) -> NoReturn:
     raise RuntimeError(
-        "flashhopper attention has no second derivative: drop create_graph=True, or differentiate reference_attention instead"
+        "flashhopper attention has no second derivative: drop create_graph=True, "
+        "or differentiate reference_attention instead"
     )
 
 

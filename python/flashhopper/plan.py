@@ -1,4 +1,6 @@
-"""explain(): what a call would do, without doing it. Before it: your code; after it: backends.py, engine/hopper.py, engine/tiles.py."""
+"""explain(): what a call would do, without doing it. Before it: your code; after it: backends.py, engine/hopper.py,
+engine/tiles.py.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,8 @@ def explain(
     """What flash_attn_func would do with these arguments here and now; launches nothing.
 
     Returns:
-        A Plan: engine and why, tile config, grid, shared memory, flops, bytes, copies, and where gradients come from. When set_backend
-        demands what cannot run, `why` says what the call would raise.
+        A Plan: engine and why, tile config, grid, shared memory, flops, bytes, copies, and where gradients come from.
+        When set_backend demands what cannot run, `why` says what the call would raise.
 
     Raises:
         ValueError, NotImplementedError: as flash_attn_func.
@@ -97,7 +99,8 @@ def explain(
     reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, softcap, sink is not None, False)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
     problem = (
-        f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, head_dim {head_dim}/{head_dim_v}, "
+        f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, "
+        f"head_dim {head_dim}/{head_dim_v}, "
         f"{_mask_text(left, right)}, {str(q.dtype).removeprefix('torch.')} on {q.device}"
     )
     elements = q.numel() + k.numel() + v.numel() + batch * seqlen_q * heads * head_dim_v

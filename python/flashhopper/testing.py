@@ -1,7 +1,8 @@
-"""Seeded input families and error metrics that tests, benchmarks and reports share. Before it: the caller; after it: nothing.
+"""Seeded input families and error metrics that tests, benchmarks and reports share. Before it: the caller; after it:
+nothing.
 
-The families are those of the accuracy study: what breaks an attention kernel is rarely N(0, 1). Same arguments, device type and torch
-release give the same tensors.
+The families are those of the accuracy study: what breaks an attention kernel is rarely N(0, 1). Same arguments, device
+type and torch release give the same tensors.
 """
 
 from __future__ import annotations
@@ -60,18 +61,21 @@ def make_inputs(
     """Draw q, k, v of a named family.
 
     Args:
-        family: one of FAMILIES. `normal`: N(0, 1). `outlier`: N(0, 1) + N(0, 100) on one element in a thousand (the FlashAttention-3
-            paper's). `kbias`: K with a per-channel offset 3 N(0, 1), four channels 12 higher. `vmean`: V = 1 + 0.1 N(0, 1).
-            `peaky`: Q doubled, every 997th key aligned with the first query of its head group.
+        family: one of FAMILIES. `normal`: N(0, 1). `outlier`: N(0, 1) + N(0, 100) on one element in a thousand (the
+            FlashAttention-3 paper's). `kbias`: K with a per-channel offset 3 N(0, 1), four channels 12 higher.
+            `vmean`: V = 1 + 0.1 N(0, 1). `peaky`: Q doubled, every 997th key aligned with the first query of its head
+            group.
         seqlen_k, kv_heads, head_dim_v: default to seqlen_q, heads, head_dim.
         dtype: of the result; values are drawn in float32 (float64 for float64).
 
     Returns:
-        q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v).
+        q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads,
+        head_dim_v).
     """
     if family not in FAMILIES:
         raise ValueError(
-            f"family is {family!r}: must be one of {', '.join(FAMILIES)}; real activations come from load_llm_layers(path)"
+            f"family is {family!r}: must be one of {', '.join(FAMILIES)}; "
+            "real activations come from load_llm_layers(path)"
         )
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     kv_heads = heads if kv_heads is None else kv_heads
@@ -134,13 +138,14 @@ def load_llm_layers(
     softmax_scale: float | None = None,
     windows: dict[str, int] | None = None,
 ) -> list[LlmLayer]:
-    """The `llm` family: layers stored as `NAME.q`, `NAME.k`, `NAME.v` of shape (batch, seqlen, heads, head_dim) in a safetensors file.
+    """The `llm` family: layers stored as `NAME.q`, `NAME.k`, `NAME.v` of shape (batch, seqlen, heads, head_dim) in a
+    safetensors file.
 
     Args:
         dtype: of the result; default as stored.
         softmax_scale: default the file's metadata `softmax_scale`, else 1 / sqrt(head_dim).
-        windows: layer name -> number of keys a sliding-window layer sees (itself included); default the file's metadata key
-            `windows` (JSON), else every layer is plain causal.
+        windows: layer name -> number of keys a sliding-window layer sees (itself included); default the file's
+            metadata key `windows` (JSON), else every layer is plain causal.
     """
     tensors, metadata = load_safetensors(path)
     if windows is None:

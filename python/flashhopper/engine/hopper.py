@@ -1,7 +1,8 @@
-"""The Hopper engine: from tensors to one call of the compiled module. Before it: ops.py; after it: cpp/bindings/module.cpp.
+"""The Hopper engine: from tensors to one call of the compiled module. Before it: ops.py; after it:
+cpp/bindings/module.cpp.
 
-The launch costs a few microseconds and the kernel may cost no more, so every line here is on the host-time budget: no per-call import,
-no device synchronisation, positional arguments, one dictionary access for the workspace.
+The launch costs a few microseconds and the kernel may cost no more, so every line here is on the host-time budget: no
+per-call import, no device synchronisation, positional arguments, one dictionary access for the workspace.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 module: Any = None  # flashhopper._C, or None where it does not load
 load_error = ""
 
-# (device index, stream) -> a zeroed int32 tensor and its address. The kernel leaves it zero, so calls on one stream share it, and
-# calls on different streams, which may overlap, do not.
+# (device index, stream) -> a zeroed int32 tensor and its address. The kernel leaves it zero, so calls on one stream
+# share it, and calls on different streams, which may overlap, do not.
 _workspaces: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
 _capabilities: dict[torch.device, tuple[int, int] | None] = {}
 
@@ -75,7 +76,8 @@ def _readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
 
 def _workspace(index: int, stream: int) -> tuple[torch.Tensor, int]:
     if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in each replay.
+        # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in
+        # each replay.
         return _new_workspace(index)
     entry = _workspaces.get((index, stream))
     if entry is None:

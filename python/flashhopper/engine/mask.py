@@ -1,4 +1,5 @@
-"""The mask policy of the tiled engine: element predicate and block ranges in one place. Before it: tiled.py; after it: nothing.
+"""The mask policy of the tiled engine: element predicate and block ranges in one place. Before it: tiled.py; after it:
+nothing.
 
 Same rules as cpp/core/mask.hpp: bottom-right alignment, query i sees keys j with
 i + Sk - Sq - left <= j <= i + Sk - Sq + right, where -1 is unbounded and causal attention is right = 0.
@@ -27,7 +28,7 @@ class Mask(NamedTuple):
         return self.seqlen_k - self.seqlen_q
 
     def key_range(self, q_begin: int, q_end: int) -> Range:
-        """Keys that at least one query of [q_begin, q_end) sees; a superset is never returned for a contiguous block."""
+        """Keys that at least one query of [q_begin, q_end) sees, no more."""
         begin = 0 if self.left < 0 else max(0, q_begin + self.offset - self.left)
         end = self.seqlen_k if self.right < 0 else min(self.seqlen_k, q_end + self.offset + self.right)
         return begin, max(begin, end)
@@ -44,7 +45,9 @@ class Mask(NamedTuple):
         return k_begin < begin or k_end > end
 
     def keep(self, q_begin: int, q_end: int, k_begin: int, k_end: int, device: torch.device) -> torch.Tensor:
-        """The element predicate of one block: bool (q_end - q_begin, k_end - k_begin), True where the query sees the key."""
+        """The element predicate of one block: bool (q_end - q_begin, k_end - k_begin), True where the query sees the
+        key.
+        """
         diagonal = torch.arange(q_begin, q_end, device=device)[:, None] + self.offset
         keys = torch.arange(k_begin, k_end, device=device)[None, :]
         keep = torch.ones(q_end - q_begin, k_end - k_begin, dtype=torch.bool, device=device)
@@ -59,7 +62,8 @@ class Mask(NamedTuple):
         total = 0
         if self.left < 0 and self.right < 0:
             return self.seqlen_q * self.seqlen_k
-        # A row's first key grows by one a row once it leaves 0, its last until it meets seqlen_k: sums of clipped ramps.
+        # A row's first key grows by one a row once it leaves 0, its last until it meets seqlen_k: sums of clipped
+        # ramps.
         total += (
             _clipped_sum(self.offset + self.right + 1, self.seqlen_q, self.seqlen_k)
             if self.right >= 0

@@ -1,6 +1,8 @@
-"""The oracle: attention in float64 with materialised scores, as plain as possible. Before it: tests and doctor.py; after it: nothing.
+"""The oracle: attention in float64 with materialised scores, as plain as possible. Before it: tests and doctor.py;
+after it: nothing.
 
-It shares no code with the engines that it judges (not even the mask), works under autograd, and so is the gradient oracle too.
+It shares no code with the engines that it judges (not even the mask), works under autograd, and so is the gradient
+oracle too.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ def reference_attention(
         softmax_scale: default 1 / sqrt(head_dim).
         causal, window_size, softcap, sink: as in flash_attn_func.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), offsets of the packed sequences.
-        seqused_q, seqused_k: int32 (batch,), leading positions of each sequence that exist; dense inputs accept seqused_k alone or both.
+        seqused_q, seqused_k: int32 (batch,), leading positions of each sequence that exist; dense inputs accept
+            seqused_k alone or both.
 
     Returns:
         out float64, q's shape with head_dim_v; lse float64 natural logarithm of the softmax denominator, sink included,
-        (batch, heads, seqlen_q) or (heads, total_q). Rows that see nothing: out 0, lse -inf (the sink's logit with a sink).
+        (batch, heads, seqlen_q) or (heads, total_q). Rows that see nothing: out 0, lse -inf (the sink's logit with a
+        sink).
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     left, right = checks.normalize_window(causal, window_size)

@@ -1,8 +1,9 @@
 """The tiled engine: attention in torch ops, any device and dtype, memory linear in tokens. Before it: ops.py; after it:
 tiled_forward.py, tiled_backward.py.
 
-It is what runs where there is no Hopper GPU and the specification that the kernels are tested against. Dense calls go straight to the
-blocks; packed sequences are walked one by one, each vectorised over its heads, and their lengths are read on the host.
+It is what runs where there is no Hopper GPU and the specification that the kernels are tested against. Dense calls go
+straight to the blocks; packed sequences are walked one by one, each vectorised over its heads, and their lengths are
+read on the host.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The tiled backward: gradients by recomputing each tile from (out, lse). Before it: tiled.py; after it: tiles.py, mask.py.
+"""The tiled backward: gradients by recomputing each tile from (out, lse). Before it: tiled.py; after it: tiles.py,
+mask.py.
 
-Dao et al. 2022, algorithm 4, with the query blocks outside, so that every sum has one order and gradients are bit-reproducible.
-With P = exp(S - lse) and delta_i = sum_d dO_id O_id - dlse_i:  dV = P^T dO,  dS = P * (dO V^T - delta),  dQ = scale dS K,
-dK = scale dS^T Q. The gradient through lse needs nothing but its place in delta.
+Dao et al. 2022, algorithm 4, with the query blocks outside, so that every sum has one order and gradients are
+bit-reproducible. With P = exp(S - lse) and delta_i = sum_d dO_id O_id - dlse_i:  dV = P^T dO,  dS = P * (dO V^T -
+delta),  dQ = scale dS K, dK = scale dS^T Q. The gradient through lse needs nothing but its place in delta.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tiled forward: FlashAttention's online softmax over blocks. Before it: tiled.py; after it: tiles.py, mask.py.
 
-Dao et al. 2022, algorithm 1, with the rescaling of Milakov and Gimelshein 2018: a block of queries walks over the blocks of keys that
-its mask leaves, carrying its running row maximum, row sum and unnormalised output.
+Dao et al. 2022, algorithm 1, with the rescaling of Milakov and Gimelshein 2018: a block of queries walks over the
+blocks of keys that its mask leaves, carrying its running row maximum, row sum and unnormalised output.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ def forward(
     """Attention of equally long sequences.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim); k: (batch, seqlen_k, kv_heads, head_dim); v: (batch, seqlen_k, kv_heads, head_dim_v).
+        q: (batch, seqlen_q, heads, head_dim); k: (batch, seqlen_k, kv_heads, head_dim); v: (batch, seqlen_k, kv_heads,
+            head_dim_v).
         sink: (heads,) or None.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous; lse (batch, heads, seqlen_q) float32 (float64 for float64).
+        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous; lse (batch, heads, seqlen_q) float32
+        (float64 for float64).
     """
     batch, seqlen_q, heads, _ = q.shape
     kv_heads, head_dim_v = v.shape[2:]
@@ -69,7 +71,9 @@ def _walk(
     q_span: tuple[int, int],
     block_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One block of queries over all keys that it sees: unnormalised output, row maximum (0 where nothing is seen) and row sum."""
+    """One block of queries over all keys that it sees: unnormalised output, row maximum (0 where nothing is seen) and
+    row sum.
+    """
     folded_heads, rows, _ = q_block.shape
     sums = tiles.accumulator_dtype(q_block.dtype)
     acc = q_block.new_zeros(folded_heads, rows, v.shape[-1], dtype=sums)

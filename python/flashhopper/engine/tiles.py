@@ -1,8 +1,9 @@
-"""What the tiled forward and backward share: head folding, block sizes, products. Before it: tiled_forward.py, tiled_backward.py;
-after it: mask.py.
+"""What the tiled forward and backward share: head folding, block sizes, products. Before it: tiled_forward.py,
+tiled_backward.py; after it: mask.py.
 
 Heads that share a KV head stand as extra rows of one matrix, so grouped-query attention never expands K or V:
-q (batch, seqlen_q, heads, head_dim) becomes (batch * kv_heads, group, seqlen_q, head_dim), k and v (batch * kv_heads, seqlen_k, ...).
+q (batch, seqlen_q, heads, head_dim) becomes (batch * kv_heads, group, seqlen_q, head_dim), k and v (batch * kv_heads,
+seqlen_k, ...).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 
 from .mask import Mask
 
-# Elements of one tile of scores. On a CPU the tile and its operands should stay in the last-level cache; on a GPU one tile should fill
-# the machine and its launch overheads should vanish.
+# Elements of one tile of scores. On a CPU the tile and its operands should stay in the last-level cache; on a GPU one
+# tile should fill the machine and its launch overheads should vanish.
 CPU_TILE_ELEMENTS = 1 << 19
 GPU_TILE_ELEMENTS = 1 << 26
 # Keys per tile, then queries, come first: folded heads fill what is left of the budget.
@@ -61,9 +62,9 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
     CPUs without 16-bit dot products are an order of magnitude slower on 16-bit operands than on float32 ones.
     """
-    if dtype in (torch.float16, torch.bfloat16) and device.type == "cuda" and torch.version.hip is None:
-        if torch.cuda.get_device_capability(device) >= (8, 0):
-            return dtype
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if is_nvidia and dtype in (torch.float16, torch.bfloat16) and torch.cuda.get_device_capability(device) >= (8, 0):
+        return dtype
     return accumulator_dtype(dtype)
 
 
@@ -95,7 +96,7 @@ def fold_keys(x: torch.Tensor) -> torch.Tensor:
 
 
 def unfold(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """(batch * kv_heads, group, seqlen, d) or (batch * kv_heads, seqlen, d) -> (batch, seqlen, heads, d), contiguous."""
+    """(batch * kv_heads, [group,] seqlen, d) -> (batch, seqlen, heads, d), contiguous."""
     seqlen, d = x.shape[-2:]
     return x.reshape(batch, -1, seqlen, d).transpose(1, 2).contiguous()
 

@@ -20,7 +20,7 @@ FLASHHOPPER_DEVICE void issue_gemm(TiledMma& mma, FragmentA const& a, FragmentB 
   cute::warpgroup_fence_operand(accumulator);
   cute::warpgroup_arrive();
   if constexpr (kMode == Accumulate::kFresh) mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
-  CUTE_UNROLL
+  FLASHHOPPER_UNROLL
   for (int k = 0; k < cute::size<2>(a); ++k) {
     cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), accumulator);
     mma.accumulate_ = cute::GMMA::ScaleOut::One;

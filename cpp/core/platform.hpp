@@ -1,12 +1,14 @@
-// What lets the same header compile under nvcc and under plain g++ (host tests): function qualifiers and tiny integer helpers.
+// What lets the same header compile under nvcc and under plain g++ (host tests): qualifiers, loop unrolling, integer helpers.
 #pragma once
 
 #if defined(__CUDACC__)
 #define FLASHHOPPER_HOST_DEVICE __host__ __device__ __forceinline__
 #define FLASHHOPPER_DEVICE __device__ __forceinline__
+#define FLASHHOPPER_UNROLL _Pragma("unroll")
 #else
 #define FLASHHOPPER_HOST_DEVICE inline
 #define FLASHHOPPER_DEVICE inline
+#define FLASHHOPPER_UNROLL
 #endif
 
 namespace flashhopper {

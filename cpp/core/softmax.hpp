@@ -14,6 +14,25 @@ inline constexpr int kRowsPerThread = 2;
 FLASHHOPPER_HOST_DEVICE constexpr int accumulator_row(int e) { return (e >> 1) & 1; }
 FLASHHOPPER_HOST_DEVICE constexpr int accumulator_column(int e) { return 8 * (e >> 2) + (e & 1); }
 
+// The hardware's logarithm and reciprocal are good to about 2^-22, far below what 16-bit results can show.
+FLASHHOPPER_HOST_DEVICE float fast_log2(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return std::log2(x);
+#endif
+}
+FLASHHOPPER_HOST_DEVICE float fast_reciprocal(float x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#else
+  return 1.f / x;
+#endif
+}
 FLASHHOPPER_HOST_DEVICE float fast_exp2(float x) {
 #if defined(__CUDA_ARCH__)
   float y;
@@ -49,40 +68,40 @@ struct OnlineSoftmax {
   FLASHHOPPER_HOST_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
 
   // Replaces scores by probabilities relative to the running maximum; rescale[r] is what earlier sums and outputs of row r
-  // must be multiplied by. kMasked: a row may still have seen nothing, its maximum is then -inf and its scores become 0.
-  template <bool kMasked, int kElements>
+  // must be multiplied by. A row that has seen nothing yet has maximum -inf; its scores become 0.
+  template <int kElements>
   FLASHHOPPER_HOST_DEVICE void update(float (&scores)[kElements], float (&rescale)[kRowsPerThread]) {
     float offset[kRowsPerThread];
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float block_max = row_max[r];
-#pragma unroll
+      FLASHHOPPER_UNROLL
       for (int e = 0; e < kElements; ++e) {
         if (accumulator_row(e) == r) block_max = fmaxf(block_max, scores[e]);
       }
       block_max = quad_max(block_max);
-      offset[r] = kMasked && block_max == -INFINITY ? 0.f : block_max * scale_log2;
+      offset[r] = block_max == -INFINITY ? 0.f : block_max * scale_log2;
       rescale[r] = fast_exp2(row_max[r] * scale_log2 - offset[r]);
       row_max[r] = block_max;
       row_sum[r] *= rescale[r];
     }
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
       scores[e] = fast_exp2(scores[e] * scale_log2 - offset[accumulator_row(e)]);
     }
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) row_sum[accumulator_row(e)] += scores[e];
   }
 
   // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural log-sum-exp.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
     constexpr float kLn2 = 0.69314718055994530942f;
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = row_max[r] == -INFINITY;
-      normalise[r] = empty ? 0.f : 1.f / sum;
-      lse[r] = empty ? -INFINITY : row_max[r] * scale_log2 * kLn2 + logf(sum);
+      normalise[r] = empty ? 0.f : fast_reciprocal(sum);
+      lse[r] = empty ? -INFINITY : (row_max[r] * scale_log2 + fast_log2(sum)) * kLn2;
     }
   }
 };

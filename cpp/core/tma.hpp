@@ -24,7 +24,7 @@ template <int kRows, int kHeadDim, int kBoxColumns, class Element>
 FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem, int row, int head,
                                       int batch) {
   full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)});
-#pragma unroll
+  FLASHHOPPER_UNROLL
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
     cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows, column, row, head,
                                  batch);
@@ -34,7 +34,7 @@ FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2H
 // Stores a tile the same way; rows and columns outside the tensor are dropped. The caller commits and waits.
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
 FLASHHOPPER_DEVICE void tma_store_tile(CUtensorMap const& map, Element const* smem, int row, int head, int batch) {
-#pragma unroll
+  FLASHHOPPER_UNROLL
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
     cute::SM90_TMA_STORE_4D::copy(&map, smem + column * kRows, column, row, head, batch);
   }

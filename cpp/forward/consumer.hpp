@@ -74,13 +74,13 @@ struct Consumer {
 
   // Scores outside the mask become -inf. first_row: sequence position of the thread's accumulator row 0.
   FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], int first_row, int n) const {
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       int const row = first_row + 8 * r;
       int const origin = n * Traits::kTileN + thread_column;
       int const begin = args.mask.key_begin(row) - origin;
       int const end = args.mask.key_end(row) - origin;
-#pragma unroll
+      FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         if (accumulator_row(e) != r) continue;
         if (accumulator_column(e) >= end || accumulator_column(e) < begin) scores[e] = -INFINITY;
@@ -89,12 +89,12 @@ struct Consumer {
   }
 
   FLASHHOPPER_DEVICE static void convert(float const (&scores)[kScores], uint32_t (&probabilities)[kScores / 2]) {
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int i = 0; i < kScores / 2; ++i) probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
   }
 
   FLASHHOPPER_DEVICE static void multiply_rows(float (&outputs)[kOutputs], float const (&factor)[kRowsPerThread]) {
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int e = 0; e < kOutputs; ++e) outputs[e] *= factor[accumulator_row(e)];
   }
 
@@ -124,7 +124,7 @@ struct Consumer {
     OnlineSoftmax softmax(args.softmax_scale_log2);
     float rescale[kRowsPerThread];
 
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
     storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
 
@@ -136,25 +136,16 @@ struct Consumer {
       issue_gemm<Accumulate::kAdd>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), tOrO);
     };
 
-    // One key block: its scores, while the previous block's probabilities meet their values.
-    auto step = [&](int n, auto masked) {
-      constexpr bool kMasked = decltype(masked)::value;
-      storage.k_full[at_k.slot].wait(at_k.phase);
-      if constexpr (Traits::kConfig.ping_pong) wait_turn();
-      issue_qk();
-      if constexpr (Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
-      issue_pv();
-      if constexpr (Traits::kConfig.ping_pong) pass_turn();
-      warpgroup_wait<1>();
-      warpgroup_fence_operand(tSrS);
+    auto finish_scores = [&](int n) {
       release(storage.k_empty, at_k);
-      if constexpr (kMasked) apply_mask(scores, first_row, n);
-      softmax.template update<kMasked>(scores, rescale);
+      // Whether a block needs the element mask is the same for all threads of the CTA.
+      if (n < unmasked.begin || n >= unmasked.end) apply_mask(scores, first_row, n);
+      softmax.update(scores, rescale);
+    };
+    auto finish_pv = [&](bool in_flight) {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tOrO);
-      release(storage.v_empty, at_v);
-      convert(scores, probabilities);
-      if constexpr (!Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
+      if (in_flight) release(storage.v_empty, at_v);
     };
 
     if (blocks.size() > 0) {
@@ -163,20 +154,33 @@ struct Consumer {
       issue_qk();
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
-      release(storage.k_empty, at_k);
-      apply_mask(scores, first_row, n);
-      softmax.template update<true>(scores, rescale);
+      finish_scores(n);
+
+      // Each turn multiplies the previous block's probabilities with their values under the QK^T and softmax of the next
+      // block. The wait for that product opens the following turn: behind the loop's branch, or else ptxas moves it up
+      // before the exponentials and nothing overlaps.
+      bool pv_in_flight = false;
+      for (--n; n >= blocks.begin; --n) {
+        finish_pv(pv_in_flight);
+        pv_in_flight = true;
+        convert(scores, probabilities);
+        if constexpr (!Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
+        storage.k_full[at_k.slot].wait(at_k.phase);
+        if constexpr (Traits::kConfig.ping_pong) wait_turn();
+        issue_qk();
+        if constexpr (Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
+        issue_pv();
+        if constexpr (Traits::kConfig.ping_pong) pass_turn();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tSrS);
+        finish_scores(n);
+      }
+
+      finish_pv(pv_in_flight);
       convert(scores, probabilities);
-
-      for (--n; n >= max_of(unmasked.end, blocks.begin); --n) step(n, true_type{});
-      for (; n >= max_of(unmasked.begin, blocks.begin); --n) step(n, false_type{});
-      for (; n >= blocks.begin; --n) step(n, true_type{});
-
-      if constexpr (Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
+      multiply_rows(outputs, rescale);
       issue_pv();
-      warpgroup_wait<0>();
-      warpgroup_fence_operand(tOrO);
-      release(storage.v_empty, at_v);
+      finish_pv(true);
     }
 
     float normalise[kRowsPerThread], lse[kRowsPerThread];

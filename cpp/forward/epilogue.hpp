@@ -16,7 +16,7 @@ FLASHHOPPER_DEVICE void store_lse(ForwardArgs const& args, Tile const& tile, flo
                                   int lane) {
   if (lane % 4 != 0) return;
   int64_t const offset = (int64_t{tile.batch} * args.schedule.heads + tile.head) * args.mask.seqlen_q;
-#pragma unroll
+  FLASHHOPPER_UNROLL
   for (int r = 0; r < kRowsPerThread; ++r) {
     int const row = first_row + 8 * r;
     if (row < args.mask.seqlen_q) args.lse[offset + row] = lse[r];
@@ -30,7 +30,7 @@ FLASHHOPPER_DEVICE void stage_output(Accumulator const& tOrO, TiledMma const& mm
   using Element = typename Traits::Element;
   Tensor sO = make_tensor(make_smem_ptr(smem), typename Traits::LayoutO{})(_, _, _0{});  // (64, head_dim_v)
   Tensor rO = make_tensor<Element>(tOrO.layout());
-  CUTE_UNROLL
+  FLASHHOPPER_UNROLL
   for (int e = 0; e < size(rO); ++e) rO(e) = static_cast<Element>(tOrO(e));
   auto thread_copy = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_pv).get_slice(thread);
   copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, thread_copy.retile_S(rO), thread_copy.partition_D(sO));

@@ -96,13 +96,13 @@ FLASHHOPPER_DEVICE void serve_queries_and_outputs(ForwardArgs const& args, Forwa
     tma_load_tile<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
         args.q, storage.q_full[warpgroup][at.slot], L2Hint::kEvictFirst, storage.q[warpgroup][at.slot],
         tile.m_block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head, tile.batch);
-#pragma unroll
+    FLASHHOPPER_UNROLL
     for (int s = Traits::kQStages - 1; s > 0; --s) previous[s] = previous[s - 1];
     previous[0] = tile;
     at.advance();
   }
   // The outputs still in flight, oldest first.
-#pragma unroll
+  FLASHHOPPER_UNROLL
   for (int s = Traits::kQStages; s > 0; --s) {
     if (count >= s) store_output(previous[s - 1]);
     at.advance();

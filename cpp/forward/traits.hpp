@@ -44,6 +44,9 @@ struct ForwardTraits {
       cute::GMMA::rs_op_selector<Element, Element, float,
                                  cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+  // Without CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED CuTe would split odd widths into narrow instructions.
+  static_assert(cute::size<1>(typename MmaQK::AtomShape_MNK{}) == kTileN, "Q K^T must be one instruction wide");
+  static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kHeadDimV, "P V must be one instruction wide");
 };
 
 }  // namespace flashhopper

@@ -17,7 +17,9 @@ BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
 
 _requested = "auto"
-_remembered: dict[tuple[torch.device, torch.dtype, int, int], tuple[str | None, bool]] = {}
+# (device index, dtype, head_dim, head_dim_v) -> whether the kernels serve them, masks aside. No process has CUDA and
+# another kind of accelerator, so the index (-1 on a CPU) names the device.
+_remembered: dict[tuple[int, torch.dtype, int, int], bool] = {}
 
 
 class set_backend:  # noqa: N801 - reads as the function that it is
@@ -77,11 +79,14 @@ def resolve(
     """
     if requested == "tiled":
         return False
-    key = (q.device, q.dtype, head_dim, head_dim_v)
-    known = _remembered.get(key)
-    if known is None:
-        known = _remembered[key] = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)
-    if known[0] is None and window_left < 0 and window_right <= 0 and softcap == 0.0 and not has_sink and not is_packed:
+    if (
+        _is_served(q, head_dim, head_dim_v)
+        and window_left < 0
+        and window_right <= 0
+        and softcap == 0.0
+        and not has_sink
+        and not is_packed
+    ):
         return True
     reason, must_raise = refusal(q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed)
     if requested == "hopper":
@@ -89,6 +94,14 @@ def resolve(
     if must_raise:
         raise RuntimeError(f'{reason}; run `python -m flashhopper doctor`, or ask for set_backend("tiled") by name')
     return False
+
+
+def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int) -> bool:
+    key = (q.get_device(), q.dtype, head_dim, head_dim_v)
+    known = _remembered.get(key)
+    if known is None:
+        known = _remembered[key] = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)[0] is None
+    return known
 
 
 def refusal(

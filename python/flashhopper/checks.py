@@ -86,6 +86,33 @@ def _heads_and_kinds(
     head_dim: int,
     k_head_dim: int,
 ) -> None:
+    device = q.get_device()
+    if (
+        kv_heads == v_heads
+        and head_dim == k_head_dim
+        and (heads == kv_heads or (kv_heads != 0 and heads % kv_heads == 0))
+        and head_dim != 0
+        and q.dtype is k.dtype
+        and q.dtype is v.dtype
+        and q.dtype in FLOAT_DTYPES
+        and (
+            (device >= 0 and k.get_device() == device and v.get_device() == device) or q.device == k.device == v.device
+        )
+    ):
+        return
+    _fail_heads_and_kinds(q, k, v, heads, kv_heads, v_heads, head_dim, k_head_dim)
+
+
+def _fail_heads_and_kinds(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    v_heads: int,
+    head_dim: int,
+    k_head_dim: int,
+) -> NoReturn:
     if kv_heads != v_heads:
         raise ValueError(f"v has {v_heads} heads, k has {kv_heads}: must be equal")
     if head_dim != k_head_dim:
@@ -102,8 +129,7 @@ def _heads_and_kinds(
         raise ValueError(f"q, k, v have dtypes {dtype}, {k.dtype}, {v.dtype}: must be equal; cast with .to({dtype})")
     if dtype not in FLOAT_DTYPES:
         _fail_dtype(dtype)
-    if k.device != q.device or v.device != q.device:
-        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}: must be on one device")
+    raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}: must be on one device")
 
 
 def _fail_rank(q: object, k: object, v: object, rank: int, layout: str) -> NoReturn:

@@ -9,6 +9,7 @@ import torch
 
 from . import backends, checks, ops
 
+_UNBOUNDED = (-1, -1)
 _Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -18,7 +19,7 @@ def flash_attn_func(
     v: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _UNBOUNDED,
     softcap: float = 0.0,
     *,
     sink: torch.Tensor | None = None,
@@ -64,7 +65,7 @@ def flash_attn_func(
     """
     if num_splits != 1 or pack_gqa or fp8 is not None:
         checks.not_built(fp8, num_splits, pack_gqa)
-    is_plain = ops.is_plain(q, k, v)
+    is_plain = ops.is_plain(q, k, v, sink)
     if not is_plain or ops.any_autocast():
         q, k, v, sink = ops.autocast(q, k, v, sink)
     sizes = checks.dense(q, k, v)
@@ -74,10 +75,14 @@ def flash_attn_func(
         checks.scalars(softmax_scale, softcap, sm_margin)
     if softmax_scale is None:
         softmax_scale = sizes[3] ** -0.5
-    left, right = checks.normalize_window(causal, window_size)
-    left, right = checks.widen_window(left, right, sizes[1], sizes[4])
-    numbers = (softmax_scale, left, right, softcap, sm_margin, backends.backend())
-    out, lse = ops.dense_attention(q, k, v, sink, *numbers, is_plain, sizes)
+    if window_size is _UNBOUNDED:
+        left, right = -1, 0 if causal else -1
+    else:
+        left, right = checks.normalize_window(causal, window_size)
+        left, right = checks.widen_window(left, right, sizes[1], sizes[4])
+    out, lse = ops.dense_attention(
+        q, k, v, sink, softmax_scale, left, right, softcap, sm_margin, backends.backend(), is_plain, sizes
+    )
     return (out, lse) if return_lse else out
 
 
@@ -85,7 +90,7 @@ def flash_attn_qkvpacked_func(
     qkv: torch.Tensor,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _UNBOUNDED,
     softcap: float = 0.0,
     *,
     num_heads_q: int | None = None,
@@ -136,7 +141,7 @@ def flash_attn_varlen_func(
     max_seqlen_k: int,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] = _UNBOUNDED,
     softcap: float = 0.0,
     *,
     sink: torch.Tensor | None = None,

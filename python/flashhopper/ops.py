@@ -21,20 +21,22 @@ _Tensor = torch.Tensor
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _interpreter = torch._C._functorch.peek_interpreter_stack
 any_autocast = torch._C._is_any_autocast_enabled
+_is_dynamo = torch.compiler.is_dynamo_compiling
 _tracing_state = torch._C._get_tracing_state
 
 
-def is_plain(q: _Tensor, k: _Tensor, v: _Tensor) -> bool:
+def is_plain(q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None) -> bool:
     """Whether nothing watches or transforms this call, so that it may skip the dispatcher.
 
     False under tracing, compilation, dispatch modes (fake tensors, flop counting), function transforms and forward-mode
     differentiation, and for tensor subclasses.
     """
     return (
-        not torch.compiler.is_compiling()
+        not _is_dynamo()
         and type(q) is _Tensor
         and type(k) is _Tensor
         and type(v) is _Tensor
+        and (sink is None or type(sink) is _Tensor or type(sink) is torch.nn.Parameter)
         and _dispatch_modes() == 0
         and _interpreter() is None
         and _tracing_state() is None
@@ -73,18 +75,19 @@ def dense_attention(
     sizes: checks.DenseShape,
 ) -> tuple[_Tensor, _Tensor]:
     """Checked dense attention by the shortest way that this call allows."""
-    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
     if not plain:
         _refuse_tangents(q, k, v, sink)
         run = library.forward_op if _is_dispatched() else _differentiable
-        out, lse = run(q, k, v, sink, *numbers)
+        out, lse = run(q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
         return out, lse
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):
-        out, lse = _differentiable(q, k, v, sink, *numbers)
+        out, lse = _differentiable(q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
         return out, lse
-    return library.run_dense(q, k, v, sink, *numbers, sizes)
+    return library.run_dense(
+        q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend, sizes
+    )
 
 
 def packed_attention(

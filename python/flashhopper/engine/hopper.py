@@ -116,23 +116,12 @@ def forward(
     index = q.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return _launch(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, index)
-    return _launch(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, index)
-
-
-def _launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sizes: DenseShape,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    sm_margin: int,
-    index: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+            return forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin)
     batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
-    out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
+    if head_dim == head_dim_v:  # half the cost of new_empty
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if batch == 0 or seqlen_q == 0 or heads == 0:
         return out, lse
@@ -155,7 +144,7 @@ def _launch(
     stream = torch._C._cuda_getCurrentRawStream(index)
     workspace = _workspace(index, stream)
     dtype = module.BF16 if q.dtype is torch.bfloat16 else module.FP16
-    out_head, out_row = head_dim_v, heads * head_dim_v
+    out_row = heads * head_dim_v
     # fmt: off
     try:
         module.forward(
@@ -163,7 +152,7 @@ def _launch(
             q_batch, q_row, q_head,
             k_batch, k_row, k_head,
             v_batch, v_row, v_head,
-            seqlen_q * out_row, out_row, out_head,
+            seqlen_q * out_row, out_row, head_dim_v,
             batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v,
             window_left, window_right, softmax_scale, dtype, sm_margin, stream,
         )

@@ -18,8 +18,9 @@ cp "$library" "$package/"
 module="_C$(python3 -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
 sources=(cpp/bindings/module.cpp cpp/include/flashhopper/flashhopper.h)
 if ! sha256sum --check --status build/gpu/module.sha256 2>/dev/null || [ ! -f "build/gpu/$module" ]; then
-  read -ra includes <<<"$(python3 -m pybind11 --includes)"
-  g++ -O2 -std=c++20 -shared -fPIC -fvisibility=hidden -Icpp/include "${includes[@]}" "${sources[0]}" \
+  includes="$(python3 -m pybind11 --includes)"
+  # shellcheck disable=SC2086  # several options
+  g++ -O2 -std=c++20 -shared -fPIC -fvisibility=hidden -Icpp/include $includes "${sources[0]}" \
     -o "build/gpu/$module" -L"$package" -lflashhopper '-Wl,-rpath,$ORIGIN'
   sha256sum "${sources[@]}" >build/gpu/module.sha256
 fi

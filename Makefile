@@ -22,6 +22,7 @@ lint: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m benchmarks.tables --check
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'cpp/*.[ch]pp' 'cpp/*.h' 'tests/cpp/*.[ch]pp')
 
 format:

@@ -8,7 +8,6 @@ the rule and the way out. Nothing here reads a tensor's values.
 from __future__ import annotations
 
 import itertools
-import math
 import numbers
 from typing import NoReturn
 
@@ -282,7 +281,7 @@ def scalars(softmax_scale: float | None, softcap: float, sm_margin: int) -> None
 def _finite(value: object, name: str, way_out: str) -> None:
     if not isinstance(value, numbers.Real):
         raise ValueError(f"{name} is a {type(value).__name__}: must be a Python float; {way_out}")
-    if not math.isfinite(value):
+    if value - value != 0:  # NaN for infinities and NaN; math.isfinite does not trace
         raise ValueError(f"{name} is {value}: must be finite; {way_out}")
 
 

@@ -128,9 +128,13 @@ def _refuse_tangents(*inputs: _Tensor | None) -> None:
         return
     unpack: Any = forward_ad.unpack_dual
     if any(x is not None and unpack(x).tangent is not None for x in inputs):
-        raise RuntimeError(
-            "flashhopper attention has no forward-mode derivative: use reverse mode, or reference_attention instead"
-        )
+        _refuse_forward_mode()
+
+
+def _refuse_forward_mode(*_: Any) -> NoReturn:
+    raise RuntimeError(
+        "flashhopper attention has no forward-mode derivative: use reverse mode, or reference_attention instead"
+    )
 
 
 def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
@@ -192,7 +196,8 @@ def _refuse_vmap(*_: Any) -> NoReturn:
 
 def _function(name: str, forward: Any, context: Any, gradient: Any) -> Any:
     """apply() of an autograd.Function made of these parts."""
-    parts = {"forward": forward, "setup_context": context, "backward": gradient, "vmap": _refuse_vmap}
+    parts = {"forward": forward, "setup_context": context, "backward": gradient}
+    parts |= {"vmap": _refuse_vmap, "jvp": _refuse_forward_mode}
     function: Any = type(name, (torch.autograd.Function,), {key: staticmethod(part) for key, part in parts.items()})
     return function.apply
 

@@ -1,4 +1,6 @@
-"""What several test files share: small tiles, so that small inputs cross many block boundaries, and the oracle's gradients."""
+"""What several test files share: small tiles, so that small inputs cross many block boundaries, and the oracle's
+gradients.
+"""
 
 from __future__ import annotations
 

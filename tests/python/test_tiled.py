@@ -97,9 +97,7 @@ def test_any_packed_problem(data: st.DataObject) -> None:
     sink = inputs[3] if len(inputs) == 4 else None
     longest = {"max_seqlen_q": max(q_lengths), "max_seqlen_k": max(k_lengths)}
     with small_tiles():
-        out, lse = fh.flash_attn_varlen_func(
-            *inputs[:3], **packing, **longest, sink=sink, return_lse=True, **options
-        )
+        out, lse = fh.flash_attn_varlen_func(*inputs[:3], **packing, **longest, sink=sink, return_lse=True, **options)
         expected_out, expected_lse = oracle(*inputs[:3], sink=sink, **packing, **options)
         assert_close(out, expected_out, 1e-11)
         assert_close(lse, expected_lse, 1e-11)

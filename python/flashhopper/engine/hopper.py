@@ -50,7 +50,7 @@ def copy_reason(x: torch.Tensor) -> str | None:
     """Why TMA cannot read this tensor (batch, seqlen, heads, head_dim) where it lies; None when it can."""
     if x.stride(3) != 1 and x.shape[3] > 1:
         return f"head_dim stride {x.stride(3)} is not 1"
-    for dim, name in ((0, "batch"), (1, "row"), (2, "head")):
+    for dim, name in ((1, "row"), (2, "head"), (0, "batch")):
         if x.shape[dim] > 1 and x.stride(dim) % 8 != 0:
             return f"{name} stride {x.stride(dim) * x.element_size()} bytes is not a multiple of 16"
     if x.numel() > 0 and x.data_ptr() % 16 != 0:

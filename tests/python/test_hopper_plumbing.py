@@ -12,7 +12,7 @@ from fake_module import FORWARD_PARAMETERS, FakeModule, install
 import flashhopper as fh
 from flashhopper.engine import hopper
 
-PACKAGE = Path(fh.__file__).parent
+STUB = Path(__file__).parents[2] / "python" / "flashhopper" / "_C.pyi"
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def inputs(
 
 
 def test_parameter_names_are_those_of_the_stub() -> None:
-    stub = ast.parse((PACKAGE / "_C.pyi").read_text())
+    stub = ast.parse(STUB.read_text())
     forward = next(n for n in stub.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
     assert tuple(a.arg for a in forward.args.args) == FORWARD_PARAMETERS
 

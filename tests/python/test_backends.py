@@ -1,0 +1,165 @@
+"""Which engine serves a call, and why: every reason, broken installations, explain()."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fake_module import FakeModule
+
+import flashhopper as fh
+from flashhopper import backends
+from flashhopper.engine import hopper
+
+BF16 = torch.bfloat16
+
+
+class Query:
+    """What resolve() looks at in a tensor."""
+
+    def __init__(self, device: str = "cuda:0", dtype: torch.dtype = BF16) -> None:
+        self.device, self.dtype = torch.device(device), dtype
+
+    def get_device(self) -> int:
+        return -1 if self.device.index is None else self.device.index
+
+
+def resolve(requested: str, query: Query, dim: int = 128, dim_v: int = 128, **rest: object) -> bool:
+    options = {"window_left": -1, "window_right": 0, "softcap": 0.0, "has_sink": False, "is_packed": False, **rest}
+    return backends.resolve(requested, query, dim, dim_v, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda:0 is a Hopper, cuda:1 an Ada, and the module loads."""
+    monkeypatch.setattr(hopper, "module", FakeModule())
+    monkeypatch.setattr(hopper, "load_error", "")
+    capabilities = {torch.device("cuda", 0): (9, 0), torch.device("cuda", 1): (8, 9)}
+    monkeypatch.setattr(hopper, "_capabilities", capabilities)
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_kernels_serve() -> None:
+    for dtype in (torch.float16, BF16):
+        for dim, dim_v in ((8, 8), (64, 64), (72, 40), (128, 128), (192, 128), (256, 256), (64, 256)):
+            assert resolve("auto", Query(dtype=dtype), dim, dim_v)
+            assert resolve("hopper", Query(dtype=dtype), dim, dim_v, window_right=-1)
+    assert not resolve("tiled", Query())
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("query", "options", "reason"),
+    [
+        (Query("cpu"), {}, "q is on cpu, not on a CUDA device"),
+        (Query("cuda:1"), {}, "cuda:1 has compute capability 8.9, the kernels need 9.0"),
+        (Query(dtype=torch.float32), {}, "q has dtype torch.float32, the kernels take float16 and bfloat16"),
+        (Query(), {"dim": 100}, "head_dim is 100, the kernels take multiples of 8 up to 256"),
+        (Query(), {"dim_v": 264}, "head_dim_v is 264, the kernels take multiples of 8 up to 256"),
+        (Query(), {"window_left": 5}, r"sliding windows \(window_size \(5, 0\)\) are not in the Hopper kernels yet"),
+        (Query(), {"window_right": 3}, "sliding windows"),
+        (Query(), {"softcap": 2.0}, r"softcap \(2.0\) is not in the Hopper kernels yet"),
+        (Query(), {"has_sink": True}, "attention sinks are not in the Hopper kernels yet"),
+        (Query(), {"is_packed": True}, "packed sequences are not in the Hopper kernels yet"),
+    ],
+)
+def test_reasons(query: Query, options: dict[str, object], reason: str) -> None:
+    for _ in range(2):  # the second answer comes from memory
+        assert not resolve("auto", query, **options)
+        with pytest.raises(RuntimeError, match=f'backend "hopper" cannot serve this call: {reason}'):
+            resolve("hopper", query, **options)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_build_with_few_head_sizes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeModule, "rows", ((128, 128),))
+    assert resolve("auto", Query(), 64, 64)
+    assert not resolve("auto", Query(), 192, 128)
+    with pytest.raises(
+        RuntimeError, match=r"no kernel was built for head_dim 192 with head_dim_v 128 \(built: 128/128\)"
+    ):
+        resolve("hopper", Query(), 192, 128)
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_broken_installation_on_a_hopper_gpu_is_no_silent_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "module", None)
+    monkeypatch.setattr(hopper, "load_error", "ImportError: libflashhopper.so: cannot open")
+    with pytest.raises(RuntimeError, match=r"did not load: ImportError: libflashhopper.so.*flashhopper doctor.*tiled"):
+        resolve("auto", Query())
+    with pytest.raises(RuntimeError, match='backend "hopper" cannot serve this call: the compiled module'):
+        resolve("hopper", Query())
+    assert not resolve("tiled", Query())
+    assert not resolve("auto", Query(), softcap=1.0)  # the tiled engine's whatever the installation
+    assert not resolve("auto", Query("cuda:1"))
+    assert not resolve("auto", Query("cpu"))
+
+
+def test_no_gpu_at_all() -> None:
+    assert hopper.capability(torch.device("cuda", 63)) is None
+    with pytest.raises(RuntimeError, match="no CUDA device answers for cuda:63"):
+        resolve("hopper", Query("cuda:63"))
+
+
+def test_set_backend() -> None:
+    assert fh.backend() == "auto"
+    fh.set_backend("tiled")
+    assert fh.backend() == "tiled"
+    with fh.set_backend("hopper"):
+        assert fh.backend() == "hopper"
+        with fh.set_backend("auto"):
+            assert fh.backend() == "auto"
+        assert fh.backend() == "hopper"
+    assert fh.backend() == "tiled"
+    with pytest.raises(ValueError, match="backend is 'cuda': must be one of 'auto', 'hopper', 'tiled'"):
+        fh.set_backend("cuda")
+    with pytest.raises(KeyError), fh.set_backend("auto"):
+        raise KeyError
+    assert fh.backend() == "tiled"
+
+
+def test_hopper_where_it_cannot_run() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    cu = torch.tensor([0, 4]).int()
+    with fh.set_backend("hopper"):
+        with pytest.raises(RuntimeError, match='backend "hopper" cannot serve this call: q is on cpu'):
+            fh.flash_attn_func(q, q, q)
+        with pytest.raises(RuntimeError, match='backend "hopper" cannot serve this call: q is on cpu'):
+            fh.flash_attn_varlen_func(q[0], q[0], q[0], cu, cu, 4, 4)
+        assert "the call would raise RuntimeError, q is on cpu" in fh.explain(q, q, q).why
+
+
+def test_explain_tiled() -> None:
+    q, k = torch.randn(2, 100, 8, 64), torch.randn(2, 50, 2, 64)
+    plan = fh.explain(q, k, k[..., :32], causal=True)
+    assert (plan.backend, plan.requested, plan.grid, plan.copies) == ("tiled", "auto", 0, ())
+    assert plan.why == "q is on cpu, not on a CUDA device"
+    kept = sum(max(0, i - 49) for i in range(100))
+    assert plan.flops == 2 * 8 * kept * 2 * (64 + 32)
+    sizes = 2 * 100 * 8 * 64 + 2 * 50 * 2 * (64 + 32) + 2 * 100 * 8 * 32 + 2 * 8 * 100
+    assert plan.bytes == 4 * sizes
+    for text in ("batch 2, 8 heads on 2 KV heads, seqlen_q 100, seqlen_k 50", "causal", "gradients  tiled engine"):
+        assert text in str(plan)
+    assert fh.explain(q, k, k, window_size=(3, 2)).problem.count("window (3, 2)") == 1
+    with fh.set_backend("tiled"):
+        assert fh.explain(q, k, k).why == "asked for by name"
+
+
+def test_explain_says_loudly_that_the_module_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "module", None)
+    monkeypatch.setattr(hopper, "load_error", "ImportError: broken")
+    q = torch.randn(1, 4, 2, 8)
+    assert "THE COMPILED MODULE DID NOT LOAD: ImportError: broken" in str(fh.explain(q, q, q))
+    assert isinstance(fh.flash_attn_func(q, q, q), torch.Tensor)
+
+
+def test_explain_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fake_module import install
+
+    module = install(monkeypatch)
+    q, k = torch.randn(2, 100, 8, 128).bfloat16(), torch.randn(2, 50, 2, 128).bfloat16()
+    plan = fh.explain(q, k, k, causal=True, sm_margin=2)
+    assert module.plan_arguments == (2, 8, 2, 100, 50, 128, 128, -1, 0, FakeModule.BF16, 2, 132)
+    assert (plan.backend, plan.config, plan.tile_m, plan.tile_n) == ("hopper", "fwd_hd128_m128_n176", 128, 176)
+    assert (plan.grid, plan.tiles, plan.splits, plan.smem_bytes, plan.workspace_bytes) == (132, 64, 1, 200000, 130)
+    assert "132 thread blocks of 384 threads" in str(plan)
+    assert module.calls == []

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import flashhopper as fh
+from flashhopper.engine import tiles
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -212,3 +213,31 @@ def test_sink_of_minus_infinity_is_no_sink() -> None:
     assert_close(lse, plain_lse, 1e-6)
     (dsink,) = torch.autograd.grad(out.sum(), sink)
     assert torch.equal(dsink, torch.zeros(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bit_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs do, 16-bit operands with float32 sums, with a product that does so on a CPU: still within the 16-bit
+    rule.
+    """
+    monkeypatch.setattr(tiles, "operand_dtype", lambda dtype, device: dtype)
+    product = torch.bmm
+
+    def bmm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        assert a.dtype == b.dtype == dtype
+        assert out_dtype == torch.float32
+        return product(a.float(), b.float())
+
+    monkeypatch.setattr(torch, "bmm", bmm)
+    inputs = [torch.randn(2, 100, h, 64, dtype=dtype).requires_grad_() for h in (4, 2, 2)]
+    with small_tiles(elements=20000, block_k=32):
+        out, lse = fh.flash_attn_func(*inputs, causal=True, softcap=20.0, return_lse=True)
+        dout = torch.randn_like(out)
+        found = torch.autograd.grad(out, inputs, dout)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected, expected_lse = oracle(*exact, causal=True, softcap=20.0)
+    tolerance = 3e-3 if dtype == torch.float16 else 2e-2
+    assert_close(out, expected, tolerance)
+    assert_close(lse, expected_lse, 1e-5)
+    for a, b in zip(found, torch.autograd.grad(expected, exact, dout.double()), strict=True):
+        assert_close(a, b, tolerance)

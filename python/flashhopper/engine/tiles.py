@@ -18,7 +18,7 @@ from .mask import Mask
 # Elements of one tile of scores. On a CPU the tile and its operands should stay in the last-level cache; on a GPU one
 # tile should fill the machine and its launch overheads should vanish.
 CPU_TILE_ELEMENTS = 1 << 19
-GPU_TILE_ELEMENTS = 1 << 26
+GPU_TILE_ELEMENTS = 1 << 24
 # Keys per tile, then queries, come first: folded heads fill what is left of the budget.
 CPU_BLOCK_K = 512
 GPU_BLOCK_K = 1024

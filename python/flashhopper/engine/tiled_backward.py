@@ -31,7 +31,7 @@ class _Block(NamedTuple):
 
     q: torch.Tensor
     dout: torch.Tensor
-    lse: torch.Tensor  # +inf for rows that saw nothing: their weights come out as exp(-inf) = 0
+    lse: torch.Tensor  # in base 2; +inf for rows that saw nothing: their weights come out as 2^-inf = 0
     delta: torch.Tensor
 
 
@@ -60,11 +60,12 @@ def backward(
     operands = tiles.operand_dtype(q.dtype, q.device)
     folded_q, folded_dout = (tiles.fold_queries(x, kv_heads).to(operands) for x in (q, dout))
     folded_k, folded_v = (tiles.fold_keys(x).to(operands) for x in (k, v))
-    folded_lse = lse.masked_fill(lse == -math.inf, math.inf).reshape(folded_heads, group, seqlen_q, 1)
+    folded_lse = lse.masked_fill(lse == -math.inf, math.inf).mul(tiles.LOG2_E).reshape(folded_heads, group, seqlen_q, 1)
     folded_delta = delta.reshape(folded_heads, group, seqlen_q, 1)
     dq = torch.empty_like(folded_q, dtype=q.dtype)
     dk, dv = torch.zeros_like(folded_k, dtype=sums), torch.zeros_like(folded_v, dtype=sums)
     blocks = tiles.choose_blocks(folded_heads, group, seqlen_q, seqlen_k, q.device)
+    memory = tiles.scratch(blocks, group, folded_q), tiles.scratch(blocks, group, folded_q)
     for h in tiles.spans(0, folded_heads, blocks.heads):
         some, count = slice(*h), h[1] - h[0]
         for q_span in tiles.spans(0, seqlen_q, blocks.q):
@@ -75,7 +76,9 @@ def backward(
                 folded_lse[some, :, rows].reshape(count, -1, 1),
                 folded_delta[some, :, rows].reshape(count, -1, 1),
             )
-            step = _walk(block, folded_k[some], folded_v[some], dk[some], dv[some], problem, group, q_span, blocks.k)
+            step = _walk(
+                block, folded_k[some], folded_v[some], dk[some], dv[some], problem, group, q_span, blocks.k, memory
+            )
             dq[some, :, rows] = step.view(count, group, -1, head_dim)
     dk, dv = tiles.unfold(dk.to(k.dtype), batch), tiles.unfold(dv.to(v.dtype), batch)
     return Gradients(tiles.unfold(dq, batch), dk, dv, dsink)
@@ -91,15 +94,16 @@ def _walk(
     group: int,
     q_span: tuple[int, int],
     block_k: int,
+    memory: tuple[tiles.Scratch | None, tiles.Scratch | None],
 ) -> torch.Tensor:
     """One block of queries over all keys that it sees: adds to dk and dv in place, returns its dq."""
     dq = torch.zeros_like(block.q, dtype=dk.dtype)
     for k_span in tiles.spans(*problem.mask.key_range(*q_span), block_k):
         keys = slice(*k_span)
-        tile, tanh = tiles.scores(block.q, k[:, keys], problem, group, q_span, k_span)
-        weights = tile.sub_(block.lse).exp_()
+        tile, tanh = tiles.scores(block.q, k[:, keys], problem, group, q_span, k_span, memory[0])
+        weights = tile.sub_(block.lse).exp2_()
         tiles.add_product(dv[:, keys], weights.to(v.dtype).mT, block.dout)
-        dscores = tiles.multiply(block.dout, v[:, keys].mT).sub_(block.delta).mul_(weights)
+        dscores = tiles.multiply(block.dout, v[:, keys].mT, memory[1]).sub_(block.delta).mul_(weights)
         if tanh is not None:
             dscores.mul_(1.0 - tanh.square_())
         dscores = dscores.mul_(problem.softmax_scale).to(k.dtype)

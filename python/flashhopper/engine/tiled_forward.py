@@ -42,14 +42,22 @@ def forward(
     lse = q.new_empty(folded_heads, group, seqlen_q, dtype=sums)
     logits = None
     if sink is not None:
-        logits = sink.to(sums).view(1, kv_heads, group).expand(batch, -1, -1).reshape(folded_heads, group, 1)
+        logits = (
+            (sink.to(sums) * tiles.LOG2_E)
+            .view(1, kv_heads, group)
+            .expand(batch, -1, -1)
+            .reshape(folded_heads, group, 1)
+        )
     blocks = tiles.choose_blocks(folded_heads, group, seqlen_q, k.shape[1], q.device)
+    memory = tiles.scratch(blocks, group, folded_q)
     for h in tiles.spans(0, folded_heads, blocks.heads):
         some = slice(*h)
         for q_span in tiles.spans(0, seqlen_q, blocks.q):
             rows = slice(*q_span)
             block = folded_q[some, :, rows].reshape(h[1] - h[0], -1, q.shape[-1])
-            acc, row_max, row_sum = _walk(block, folded_k[some], folded_v[some], problem, group, q_span, blocks.k)
+            acc, row_max, row_sum = _walk(
+                block, folded_k[some], folded_v[some], problem, group, q_span, blocks.k, memory
+            )
             shape = (h[1] - h[0], group, q_span[1] - q_span[0])
             _finish(
                 acc.view(*shape, head_dim_v),
@@ -70,9 +78,10 @@ def _walk(
     group: int,
     q_span: tuple[int, int],
     block_k: int,
+    memory: tiles.Scratch | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One block of queries over all keys that it sees: unnormalised output, row maximum (0 where nothing is seen) and
-    row sum.
+    """One block of queries over all keys that it sees: unnormalised output, row maximum and row sum, in
+    base 2.
     """
     folded_heads, rows, _ = q_block.shape
     sums = tiles.accumulator_dtype(q_block.dtype)
@@ -82,17 +91,17 @@ def _walk(
     first = True
     for k_span in tiles.spans(*problem.mask.key_range(*q_span), block_k):
         keys = slice(*k_span)
-        tile, _ = tiles.scores(q_block, k[:, keys], problem, group, q_span, k_span)
+        tile, _ = tiles.scores(q_block, k[:, keys], problem, group, q_span, k_span, memory)
         new_max = torch.maximum(row_max, tile.amax(dim=-1, keepdim=True))
-        # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights exp(-inf) = 0.
+        # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights 2^-inf = 0.
         base = new_max.masked_fill(new_max == -math.inf, 0.0)
-        weights = tile.sub_(base).exp_()
+        weights = tile.sub_(base).exp2_()
         if first:
             row_sum = weights.sum(dim=-1, keepdim=True)
             acc = tiles.multiply(weights.to(v.dtype), v[:, keys])
             first = False
         else:
-            decay = torch.exp(row_max - base)
+            decay = torch.exp2(row_max - base)
             row_sum.mul_(decay).add_(weights.sum(dim=-1, keepdim=True))
             acc.mul_(decay)
             tiles.add_product(acc, weights.to(v.dtype), v[:, keys])
@@ -112,11 +121,11 @@ def _finish(
     if sink is not None:
         largest = torch.maximum(row_max, sink)
         base = largest.masked_fill(largest == -math.inf, 0.0)
-        decay = torch.exp(row_max - base)
-        row_sum = row_sum * decay + torch.exp(sink - base)
+        decay = torch.exp2(row_max - base)
+        row_sum = row_sum * decay + torch.exp2(sink - base)
         acc = acc * decay[..., None]
         row_max = largest
     empty = row_sum == 0
     out.copy_(acc / row_sum.masked_fill(empty, 1.0)[..., None])
-    # log(0) + (-inf) is -inf: rows that saw nothing need no case of their own.
-    lse.copy_(row_sum.log().add_(row_max))
+    # log2(0) + (-inf) is -inf: rows that saw nothing need no case of their own.
+    lse.copy_(row_sum.log2().add_(row_max).mul_(1.0 / tiles.LOG2_E))

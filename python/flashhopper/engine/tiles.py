@@ -8,6 +8,7 @@ seqlen_k, ...).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ GPU_TILE_ELEMENTS = 1 << 24
 CPU_BLOCK_K = 512
 GPU_BLOCK_K = 1024
 MIN_BLOCK_ROWS = 128
+
+LOG2_E = math.log2(math.e)
 
 
 class Problem(NamedTuple):
@@ -68,11 +71,33 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return accumulator_dtype(dtype)
 
 
-def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Batched a @ b with float32 sums and result for 16-bit operands."""
+class Scratch:
+    """Memory for one tile, kept from step to step: on a CPU, fresh pages would cost as much as the softmax."""
+
+    def __init__(self, elements: int, like: torch.Tensor) -> None:
+        self._memory = like.new_empty(elements)
+
+    def shaped(self, *shape: int) -> torch.Tensor:
+        """The memory as a tensor of this shape; what it held before is lost."""
+        return self._memory[: math.prod(shape)].view(shape)
+
+
+def scratch(blocks: Blocks, group: int, operand: torch.Tensor) -> Scratch | None:
+    """Memory for products of this operand; None for 16-bit ones, whose result has another dtype (a GPU's allocator is
+    fast).
+    """
+    if operand.dtype in (torch.float16, torch.bfloat16):
+        return None
+    return Scratch(blocks.heads * group * blocks.q * blocks.k, operand)
+
+
+def multiply(a: torch.Tensor, b: torch.Tensor, memory: Scratch | None = None) -> torch.Tensor:
+    """Batched a @ b with float32 sums and result for 16-bit operands; into memory where given."""
     if a.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a, b)
+    if memory is None:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out=memory.shaped(a.shape[0], a.shape[1], b.shape[2]))
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -114,16 +139,21 @@ def scores(
     group: int,
     q_span: tuple[int, int],
     k_span: tuple[int, int],
+    memory: Scratch | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One tile of masked scores, (folded_heads, group * block_q, block_k), -inf where masked.
+    """One tile of masked scores, (folded_heads, group * block_q, block_k), -inf where masked, times log2(e).
+
+    The softmax then takes powers of two, as the kernels do, which are the cheaper ones.
 
     Also returns tanh(score / softcap), what the softcap's derivative is made of, when there is a softcap.
     """
-    tile = multiply(q_block, k_block.mT).mul_(problem.softmax_scale)
+    tile = multiply(q_block, k_block.mT, memory)
     tanh = None
     if problem.softcap > 0.0:
-        tanh = tile.div_(problem.softcap).tanh_()
-        tile = tanh * problem.softcap
+        tanh = tile.mul_(problem.softmax_scale / problem.softcap).tanh_()
+        tile = tanh * (problem.softcap * LOG2_E)
+    else:
+        tile.mul_(problem.softmax_scale * LOG2_E)
     if problem.mask.needs_predicate(*q_span, *k_span):
         hidden = ~problem.mask.keep(*q_span, *k_span, tile.device)
         tile.view(tile.shape[0], group, *hidden.shape).masked_fill_(hidden, float("-inf"))

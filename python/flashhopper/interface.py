@@ -81,9 +81,9 @@ def flash_attn_func(
         left, right = checks.normalize_window(causal, window_size)
         left, right = checks.widen_window(left, right, sizes[1], sizes[4])
     out, lse = ops.dense_attention(
-        q, k, v, sink, softmax_scale, left, right, softcap, sm_margin, backends.backend(), is_plain, sizes
+        q, k, v, sink, softmax_scale, left, right, softcap, sm_margin, backends.backend(), is_plain, sizes, return_lse
     )
-    return (out, lse) if return_lse else out
+    return (out, lse) if return_lse and lse is not None else out
 
 
 def flash_attn_qkvpacked_func(

@@ -56,7 +56,9 @@ def dense_forward(
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
-    return run_dense(q, k, v, sink, *numbers, sizes)
+    out, lse = run_dense(q, k, v, sink, *numbers, sizes, True)
+    assert lse is not None
+    return out, lse
 
 
 def run_dense(
@@ -71,10 +73,12 @@ def run_dense(
     sm_margin: int,
     backend: str,
     sizes: checks.DenseShape,
-) -> tuple[_Tensor, _Tensor]:
+    needs_lse: bool,
+) -> tuple[_Tensor, _Tensor | None]:
+    """Checked dense attention on the engine that serves it; lse may be None where it is not needed."""
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False):
-        return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin)
+        return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
 
 

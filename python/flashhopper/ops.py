@@ -73,8 +73,9 @@ def dense_attention(
     backend: str,
     plain: bool,
     sizes: checks.DenseShape,
-) -> tuple[_Tensor, _Tensor]:
-    """Checked dense attention by the shortest way that this call allows."""
+    needs_lse: bool,
+) -> tuple[_Tensor, _Tensor | None]:
+    """Checked dense attention by the shortest way that this call allows; lse may be None where it is not needed."""
     if not plain:
         _refuse_tangents(q, k, v, sink)
         run = library.forward_op if _is_dispatched() else _differentiable
@@ -83,10 +84,10 @@ def dense_attention(
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):
-        out, lse = _differentiable(q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+        out, lse = _plain(q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
         return out, lse
     return library.run_dense(
-        q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend, sizes
+        q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend, sizes, needs_lse
     )
 
 
@@ -194,6 +195,20 @@ def _refuse_vmap(*_: Any) -> NoReturn:
     library.refuse_vmap()
 
 
+class PlainAttention(torch.autograd.Function):
+    """The dense operator for plain eager calls. torch binds arguments anew in every call of a Function that has a
+    setup_context, at ten times the cost of this one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[_Tensor, _Tensor]:
+        output = library.dense_forward(*inputs)
+        _dense_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_dense_gradient)
+
+
 def _function(name: str, forward: Any, context: Any, gradient: Any) -> Any:
     """apply() of an autograd.Function made of these parts."""
     parts = {"forward": forward, "setup_context": context, "backward": gradient}
@@ -202,6 +217,7 @@ def _function(name: str, forward: Any, context: Any, gradient: Any) -> Any:
     return function.apply
 
 
+_plain: Any = PlainAttention.apply
 _differentiable = _function("Attention", library.dense_forward, _dense_context, _dense_gradient)
 _differentiable_varlen = _function("VarlenAttention", library.varlen_forward, _varlen_context, _varlen_gradient)
 _once = _function("AttentionGradient", library.dense_backward, _no_context, _refuse_second_derivative)

@@ -90,9 +90,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     ) -> tuple[str | None, bool]:
         return refuse(torch.device("cuda", 0), dtype, head_dim, head_dim_v)
 
-    def new_workspace(index: int) -> tuple[torch.Tensor, int]:
+    def new_workspace(index: int, spare_rows: int) -> hopper.Workspace:
         fake.workspaces += 1
-        return torch.zeros(33, dtype=torch.int32), 1000 + fake.workspaces
+        address = 1000 + fake.workspaces
+        return torch.zeros(33, dtype=torch.int32), address, 5000 + address, spare_rows
 
     monkeypatch.setattr(hopper, "module", fake)
     monkeypatch.setattr(hopper, "load_error", "")

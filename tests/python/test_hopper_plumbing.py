@@ -152,6 +152,43 @@ def test_one_workspace_a_stream(module: FakeModule) -> None:
     assert [c["workspace"] for c in module.calls] == [1001, 1001, 1002, 1001, 1002]
 
 
+def test_an_unwanted_lse_goes_to_spare_memory(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = inputs()
+    fh.flash_attn_func(q, k, v)
+    assert module.calls[-1]["lse"] == 6001
+    _, lse = fh.flash_attn_func(q, k, v, return_lse=True)
+    assert module.calls[-1]["lse"] == lse.data_ptr()
+    fh.flash_attn_func(q.requires_grad_(), k, v)
+    assert module.calls[-1]["lse"] != 6001
+    module.capturing = True
+    with torch.no_grad():
+        fh.flash_attn_func(q, k, v)
+    assert module.calls[-1]["lse"] not in (6001, 0)
+    module.capturing = False
+    monkeypatch.setattr(hopper, "SPARE_ROWS", 39)  # one fewer than these inputs have
+    hopper._workspaces.clear()
+    with torch.no_grad():
+        fh.flash_attn_func(q, k, v)
+    assert not 6000 < module.calls[-1]["lse"] < 7000
+
+
+def test_workspace_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    zeros = torch.zeros
+
+    def cpu_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        made.append(device)
+        return zeros(*shape, dtype=dtype)
+
+    monkeypatch.setattr(hopper, "module", FakeModule())
+    monkeypatch.setattr(torch, "zeros", cpu_zeros)
+    tensor, address, spare, rows = hopper._new_workspace(3, 10)
+    assert made == [torch.device("cuda", 3)]
+    assert (tensor.dtype, tensor.numel(), address, rows) == (torch.int32, 36 + 10, tensor.data_ptr(), 10)
+    assert spare == address + 144  # 130 bytes of workspace, rounded up to 16
+    assert not tensor.any()
+
+
 def test_a_captured_graph_owns_its_workspace(module: FakeModule) -> None:
     tensors = inputs()
     fh.flash_attn_func(*tensors)

@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 module: Any = None  # flashhopper._C, or None where it does not load
 load_error = ""
 
-# (device index, stream) -> a zeroed int32 tensor and its address. The kernel leaves it zero, so calls on one stream
-# share it, and calls on different streams, which may overlap, do not.
-_workspaces: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+# A zeroed int32 tensor; its address; the address and length of a spare part of it, float32 rows. A call whose lse
+# nobody wants writes it there, for allocating it would cost as much as all checks together.
+Workspace = tuple[torch.Tensor, int, int, int]
+SPARE_ROWS = 1 << 18  # 1 MiB: where rows are many, the allocation's cost is nothing
+
+# One a (device index, stream). The kernel leaves it zero, so calls on one stream share it, and calls on different
+# streams, which may overlap, do not.
+_workspaces: dict[tuple[int, int], Workspace] = {}
 _capabilities: dict[torch.device, tuple[int, int] | None] = {}
 
 
@@ -74,21 +79,21 @@ def _readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
     return x, (batch_stride, row_stride, head_stride)
 
 
-def _workspace(index: int, stream: int) -> tuple[torch.Tensor, int]:
+def _workspace(index: int, stream: int) -> Workspace:
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in
         # each replay.
-        return _new_workspace(index)
+        return _new_workspace(index, 0)
     entry = _workspaces.get((index, stream))
     if entry is None:
-        entry = _workspaces[(index, stream)] = _new_workspace(index)
+        entry = _workspaces[(index, stream)] = _new_workspace(index, SPARE_ROWS)
     return entry
 
 
-def _new_workspace(index: int) -> tuple[torch.Tensor, int]:
-    words = (module.workspace_bytes() + 3) // 4
-    tensor = torch.zeros(max(words, 1), dtype=torch.int32, device=torch.device("cuda", index))
-    return tensor, tensor.data_ptr()
+def _new_workspace(index: int, spare_rows: int) -> Workspace:
+    words = -(-module.workspace_bytes() // 16) * 4
+    tensor = torch.zeros(words + spare_rows, dtype=torch.int32, device=torch.device("cuda", index))
+    return tensor, tensor.data_ptr(), tensor.data_ptr() + 4 * words, spare_rows
 
 
 def forward(
@@ -100,7 +105,8 @@ def forward(
     window_left: int,
     window_right: int,
     sm_margin: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    needs_lse: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the dense forward on the current stream of q's device.
 
     Args:
@@ -108,7 +114,8 @@ def forward(
         sizes: what checks.dense returned for them.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous; lse float32 (batch, heads, seqlen_q).
+        out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous; lse float32 (batch, heads, seqlen_q), or
+        None where it was not needed and not allocated.
 
     Raises:
         RuntimeError: a CUDA call failed; the message holds it and the plan.
@@ -116,15 +123,15 @@ def forward(
     index = q.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin)
+            return forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse)
     batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
     if head_dim == head_dim_v:  # half the cost of new_empty
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
     else:
         out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-    if batch == 0 or seqlen_q == 0 or heads == 0:
-        return out, lse
+    rows = batch * heads * seqlen_q
+    if rows == 0:
+        return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     q_batch, q_row, q_head, q_last = q.stride()
     k_batch, k_row, k_head, k_last = k.stride()
@@ -142,13 +149,17 @@ def forward(
         v, (v_batch, v_row, v_head) = _readable(v)
         q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
     stream = torch._C._cuda_getCurrentRawStream(index)
-    workspace = _workspace(index, stream)
+    _, workspace, lse_address, spare_rows = _workspace(index, stream)
+    lse = None
+    if needs_lse or rows > spare_rows:
+        lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+        lse_address = lse.data_ptr()
     dtype = module.BF16 if q.dtype is torch.bfloat16 else module.FP16
     out_row = heads * head_dim_v
     # fmt: off
     try:
         module.forward(
-            q_address, k_address, v_address, out.data_ptr(), lse.data_ptr(), workspace[1],
+            q_address, k_address, v_address, out.data_ptr(), lse_address, workspace,
             q_batch, q_row, q_head,
             k_batch, k_row, k_head,
             v_batch, v_row, v_head,

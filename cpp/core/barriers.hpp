@@ -19,8 +19,9 @@ struct Barrier {
   FLASHHOPPER_DEVICE void init(int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
   }
-  FLASHHOPPER_DEVICE void arrive() {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address()) : "memory");
+  // offset: 0, in a register that orders the arrival behind its computation.
+  FLASHHOPPER_DEVICE void arrive(uint32_t offset = 0) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address() + offset) : "memory");
   }
   FLASHHOPPER_DEVICE void arrive_and_expect(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");

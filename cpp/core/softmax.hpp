@@ -67,30 +67,37 @@ struct OnlineSoftmax {
 
   FLASHHOPPER_HOST_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
 
-  // Replaces scores by probabilities relative to the running maximum; rescale[r] is what earlier sums and outputs of row r
-  // must be multiplied by. A row that has seen nothing yet has maximum -inf; its scores become 0.
+  // Raises the running maximum of row r to that of the new scores and returns what the row's earlier sum and output must be
+  // multiplied by. A row that has seen nothing yet keeps maximum -inf.
   template <int kElements>
-  FLASHHOPPER_HOST_DEVICE void update(float (&scores)[kElements], float (&rescale)[kRowsPerThread]) {
-    float offset[kRowsPerThread];
+  FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r) {
+    // Two chains: one alone would wait out the latency of each maximum.
+    float even = row_max[r], odd = -INFINITY;
     FLASHHOPPER_UNROLL
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      float block_max = row_max[r];
-      FLASHHOPPER_UNROLL
-      for (int e = 0; e < kElements; ++e) {
-        if (accumulator_row(e) == r) block_max = fmaxf(block_max, scores[e]);
-      }
-      block_max = quad_max(block_max);
-      offset[r] = block_max == -INFINITY ? 0.f : block_max * scale_log2;
-      rescale[r] = fast_exp2(row_max[r] * scale_log2 - offset[r]);
-      row_max[r] = block_max;
-      row_sum[r] *= rescale[r];
+    for (int e = 0; e < kElements; e += 2) {
+      if (accumulator_row(e) != r) continue;
+      even = fmaxf(even, scores[e]);
+      odd = fmaxf(odd, scores[e + 1]);
+    }
+    float const raised = quad_max(fmaxf(even, odd));
+    float const rescale = fast_exp2(row_max[r] * scale_log2 - offset(raised));
+    row_max[r] = raised;
+    row_sum[r] *= rescale;
+    return rescale;
+  }
+
+  // Replaces the scores of row r by probabilities relative to its maximum; all 0 where it has seen nothing.
+  template <int kElements>
+  FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r) {
+    float const subtract = offset(row_max[r]);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kElements; ++e) {
+      if (accumulator_row(e) == r) scores[e] = fast_exp2(scores[e] * scale_log2 - subtract);
     }
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
-      scores[e] = fast_exp2(scores[e] * scale_log2 - offset[accumulator_row(e)]);
+      if (accumulator_row(e) == r) row_sum[r] += scores[e];
     }
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < kElements; ++e) row_sum[accumulator_row(e)] += scores[e];
   }
 
   // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural log-sum-exp.
@@ -104,6 +111,10 @@ struct OnlineSoftmax {
       lse[r] = empty ? -INFINITY : (row_max[r] * scale_log2 + fast_log2(sum)) * kLn2;
     }
   }
+
+ private:
+  // -inf - -inf is NaN: rows that have seen nothing subtract 0.
+  FLASHHOPPER_HOST_DEVICE float offset(float maximum) const { return maximum == -INFINITY ? 0.f : maximum * scale_log2; }
 };
 
 }  // namespace flashhopper

@@ -10,14 +10,15 @@
 
 namespace flashhopper {
 
-// Two floats as one register of 16-bit elements, the lower index in the lower half.
+// Two floats as one register of 16-bit elements, the lower index in the lower half. Volatile, so that the compiler does not
+// sink the conversions into the next turn of the loop, where they would hold up the tensor cores.
 template <class Element>
 FLASHHOPPER_DEVICE uint32_t pack(float low, float high) {
   uint32_t packed;
   if constexpr (std::is_same_v<Element, element::bf16>) {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   } else {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
 }
@@ -72,18 +73,32 @@ struct Consumer {
     ring.advance();
   }
 
+  // The same, but not before `value` is known. The alignment bits of the workspace are zero, which the compiler cannot know.
+  template <class Ring>
+  FLASHHOPPER_DEVICE void release_after(Barrier* empty, Ring& ring, float value) {
+    uint32_t const zero = __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3);
+    if (lane == 0) empty[ring.slot].arrive(zero);
+    ring.advance();
+  }
+
   // Scores outside the mask become -inf. first_row: sequence position of the thread's accumulator row 0.
   FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], int first_row, int n) const {
+    int const origin = n * Traits::kTileN + thread_column;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const row = first_row + 8 * r;
-      int const origin = n * Traits::kTileN + thread_column;
-      int const begin = args.mask.key_begin(row) - origin;
-      int const end = args.mask.key_end(row) - origin;
+      int const end = args.mask.key_end(first_row + 8 * r) - origin;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
-        if (accumulator_row(e) != r) continue;
-        if (accumulator_column(e) >= end || accumulator_column(e) < begin) scores[e] = -INFINITY;
+        if (accumulator_row(e) == r && accumulator_column(e) >= end) scores[e] = -INFINITY;
+      }
+    }
+    if (args.mask.window_left < 0) return;  // the same for all threads
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      int const begin = args.mask.key_begin(first_row + 8 * r) - origin;
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kScores; ++e) {
+        if (accumulator_row(e) == r && accumulator_column(e) < begin) scores[e] = -INFINITY;
       }
     }
   }
@@ -136,16 +151,26 @@ struct Consumer {
       issue_gemm<Accumulate::kAdd>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), tOrO);
     };
 
-    auto finish_scores = [&](int n) {
-      release(storage.k_empty, at_k);
-      // Whether a block needs the element mask is the same for all threads of the CTA.
-      if (n < unmasked.begin || n >= unmasked.end) apply_mask(scores, first_row, n);
-      softmax.update(scores, rescale);
-    };
-    auto finish_pv = [&](bool in_flight) {
+    auto finish_pv = [&] {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tOrO);
-      if (in_flight) release(storage.v_empty, at_v);
+      release(storage.v_empty, at_v);
+    };
+    // From the scores of block n to the probabilities of its product with V, while the previous block's product runs. That
+    // product is waited for between the two rows: ptxas would move the wait to the top, so the release of K in front of it
+    // is tied to the first row's maximum. Exponentials, conversions and the rescaling of O then interleave freely.
+    auto finish_scores = [&](int n, auto pv_in_flight) {
+      warpgroup_fence_operand(tSrS);
+      // Whether a block needs the element mask is the same for all threads of the CTA.
+      if (n < unmasked.begin || n >= unmasked.end) apply_mask(scores, first_row, n);
+      rescale[0] = softmax.raise_max(scores, 0);
+      release_after(storage.k_empty, at_k, softmax.row_max[0]);
+      rescale[1] = softmax.raise_max(scores, 1);
+      softmax.exponentiate(scores, 0);
+      softmax.exponentiate(scores, 1);
+      if constexpr (decltype(pv_in_flight)::value) finish_pv();
+      convert(scores, probabilities);
+      if constexpr (!Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
     };
 
     if (blocks.size() > 0) {
@@ -153,18 +178,8 @@ struct Consumer {
       storage.k_full[at_k.slot].wait(at_k.phase);
       issue_qk();
       warpgroup_wait<0>();
-      warpgroup_fence_operand(tSrS);
-      finish_scores(n);
-
-      // Each turn multiplies the previous block's probabilities with their values under the QK^T and softmax of the next
-      // block. The wait for that product opens the following turn: behind the loop's branch, or else ptxas moves it up
-      // before the exponentials and nothing overlaps.
-      bool pv_in_flight = false;
+      finish_scores(n, false_type{});
       for (--n; n >= blocks.begin; --n) {
-        finish_pv(pv_in_flight);
-        pv_in_flight = true;
-        convert(scores, probabilities);
-        if constexpr (!Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
         storage.k_full[at_k.slot].wait(at_k.phase);
         if constexpr (Traits::kConfig.ping_pong) wait_turn();
         issue_qk();
@@ -172,15 +187,11 @@ struct Consumer {
         issue_pv();
         if constexpr (Traits::kConfig.ping_pong) pass_turn();
         warpgroup_wait<1>();
-        warpgroup_fence_operand(tSrS);
-        finish_scores(n);
+        finish_scores(n, true_type{});
       }
-
-      finish_pv(pv_in_flight);
-      convert(scores, probabilities);
-      multiply_rows(outputs, rescale);
+      if constexpr (Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
       issue_pv();
-      finish_pv(true);
+      finish_pv();
     }
 
     float normalise[kRowsPerThread], lse[kRowsPerThread];

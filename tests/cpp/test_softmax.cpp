@@ -32,7 +32,8 @@ void run(int blocks, double keep_probability, double spread, float scale, std::m
       seen[accumulator_row(e)].push_back(static_cast<double>(scores[e]) * scale);
       values[accumulator_row(e)].push_back(b * 100 + e);
     }
-    softmax.update(scores, rescale);
+    for (int r = 0; r < kRowsPerThread; ++r) rescale[r] = softmax.raise_max(scores, r);
+    for (int r = 0; r < kRowsPerThread; ++r) softmax.exponentiate(scores, r);
     for (int r = 0; r < kRowsPerThread; ++r) output[r] *= rescale[r];
     for (int e = 0; e < kElements; ++e) output[accumulator_row(e)] += scores[e] * (b * 100 + e);
   }

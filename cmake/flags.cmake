@@ -30,4 +30,4 @@ target_compile_options(flashhopper_cuda_flags INTERFACE
   --expt-relaxed-constexpr
   -lineinfo
   -Xptxas=-v
-  -Xcompiler=-Wall)
+  -Xcompiler=-Wall,-Wno-unknown-pragmas)  # `#pragma unroll` means nothing to g++

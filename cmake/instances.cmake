@@ -1,5 +1,5 @@
 # One .cu for every (row of a config table, element type). The table in C++ is the only list: its rows are read here.
-# A row is one line of the form  {.name = "fwd_hd128_m128_n176", .head_dim = 128, ...
+# A row is one line of the form  {.name = "fwd_hd128_m128_n160", .head_dim = 128, ...
 
 # flashhopper_generate_instances(<out> TEMPLATE <file.cu.in> TABLE <config.hpp>): the generated files, in the build
 # directory, named <row>_<element>.cu; the template sees FLASHHOPPER_CONFIG and FLASHHOPPER_ELEMENT.

@@ -48,7 +48,8 @@ void forward(intptr_t q, intptr_t k, intptr_t v, intptr_t out, intptr_t lse, int
              int64_t k_head_stride, int64_t v_batch_stride, int64_t v_row_stride, int64_t v_head_stride,
              int64_t out_batch_stride, int64_t out_row_stride, int64_t out_head_stride, int64_t batch, int64_t heads,
              int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-             int64_t window_left, int64_t window_right, double softmax_scale, int dtype, int sm_margin, intptr_t stream) {
+             int64_t window_left, int64_t window_right, double softmax_scale, int dtype, int sm_margin,
+             intptr_t stream) {
   flashhopper_forward_params params{};
   params.q = tensor(q, q_batch_stride, q_row_stride, q_head_stride);
   params.k = tensor(k, k_batch_stride, k_row_stride, k_head_stride);
@@ -72,8 +73,9 @@ void forward(intptr_t q, intptr_t k, intptr_t v, intptr_t out, intptr_t lse, int
   check(flashhopper_forward(&params));
 }
 
-py::dict forward_plan(int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim,
-                      int64_t head_dim_v, int64_t window_left, int64_t window_right, int dtype, int sm_margin, int num_sms) {
+py::dict forward_plan(int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k,
+                      int64_t head_dim, int64_t head_dim_v, int64_t window_left, int64_t window_right, int dtype,
+                      int sm_margin, int num_sms) {
   flashhopper_forward_params params{};
   params.batch = batch;
   params.heads = heads;
@@ -121,8 +123,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("environment", &environment);
   module.def("workspace_bytes", &flashhopper_workspace_bytes);
   module.def("forward_configs", &forward_configs);
-  module.def("forward_plan", &forward_plan, py::arg("batch"), py::arg("heads"), py::arg("kv_heads"), py::arg("seqlen_q"),
-             py::arg("seqlen_k"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("window_left"), py::arg("window_right"),
-             py::arg("dtype"), py::arg("sm_margin"), py::arg("num_sms"));
+  module.def("forward_plan", &forward_plan, py::arg("batch"), py::arg("heads"), py::arg("kv_heads"),
+             py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("head_dim"), py::arg("head_dim_v"),
+             py::arg("window_left"), py::arg("window_right"), py::arg("dtype"), py::arg("sm_margin"),
+             py::arg("num_sms"));
   module.def("forward", &forward);  // positional: names would add to the cost of every call
 }

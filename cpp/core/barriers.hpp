@@ -42,7 +42,8 @@ struct Barrier {
   }
 };
 
-// Position in a ring of kDepth slots. A reader waits on full barriers with parity(), a writer on empty ones with parity() ^ 1.
+// Position in a ring of kDepth slots. A reader waits on full barriers with parity(), a writer on empty ones with
+// parity() ^ 1.
 template <int kDepth>
 struct RingPosition {
   int slot = 0;

@@ -22,14 +22,15 @@ flashhopper_status set_error(flashhopper_status status, Parts const&... parts) {
 }
 
 inline flashhopper_status cuda_error(char const* call, cudaError_t error) {
-  return set_error(FLASHHOPPER_CUDA_ERROR, call, " failed: ", cudaGetErrorName(error), " (", cudaGetErrorString(error), ")");
+  return set_error(FLASHHOPPER_CUDA_ERROR, call, " failed: ", cudaGetErrorName(error), " (", cudaGetErrorString(error),
+                   ")");
 }
 
 }  // namespace flashhopper
 
 // Leaves the enclosing function when a step did not return FLASHHOPPER_OK.
-#define FLASHHOPPER_RETURN_IF_ERROR(expression)                                 \
-  do {                                                                          \
-    flashhopper_status const flashhopper_step = (expression);                   \
-    if (flashhopper_step != FLASHHOPPER_OK) return flashhopper_step;            \
+#define FLASHHOPPER_RETURN_IF_ERROR(expression)                      \
+  do {                                                               \
+    flashhopper_status const flashhopper_step = (expression);        \
+    if (flashhopper_step != FLASHHOPPER_OK) return flashhopper_step; \
   } while (false)

@@ -16,25 +16,24 @@ inline constexpr int kBarrierBytes = 1024;  // room for all mbarriers and tile s
 // One row: what was chosen by measurement. Everything else is derived below.
 struct ForwardConfig {
   std::string_view name;
-  int head_dim;            // of q and k as computed; smaller sizes are zero-filled by TMA
-  int head_dim_v;          // of v and out as computed
-  int tile_m;              // query rows of a work tile, kWarpgroupRows for each consumer warpgroup
-  int tile_n;              // keys of one step
-  int stages;              // depth of the K ring and of the V ring
-  int q_stages;            // 2: the next tile's Q is loaded during this one, 1: where shared memory does not suffice
-  bool ping_pong;          // consumer warpgroups take turns at issuing their GEMMs
-  bool rescale_before_pv;  // rescale O under the next QK^T instead of after PV; pays where O is large
+  int head_dim;    // of q and k as computed; smaller sizes are zero-filled by TMA
+  int head_dim_v;  // of v and out as computed
+  int tile_m;      // query rows of a work tile, kWarpgroupRows for each consumer warpgroup
+  int tile_n;      // keys of one step
+  int stages;      // depth of the K ring and of the V ring
+  int q_stages;    // 2: the next tile's Q is loaded during this one, 1: where shared memory does not suffice
+  bool ping_pong;  // consumer warpgroups take turns at issuing their GEMMs
 };
 
 // clang-format off: one row a line, cmake/instances.cmake reads them.
 inline constexpr ForwardConfig kForwardConfigs[] = {
-    {.name = "fwd_hd64_m192_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 192, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true, .rescale_before_pv = false},
-    {.name = "fwd_hd96_m128_n160", .head_dim = 96, .head_dim_v = 96, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = true, .rescale_before_pv = false},
-    {.name = "fwd_hd128_m128_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true, .rescale_before_pv = false},
-    {.name = "fwd_hd128_m128_n176", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 176, .stages = 2, .q_stages = 1, .ping_pong = true, .rescale_before_pv = false},
-    {.name = "fwd_hd192_m128_n112", .head_dim = 192, .head_dim_v = 192, .tile_m = 128, .tile_n = 112, .stages = 2, .q_stages = 1, .ping_pong = false, .rescale_before_pv = true},
-    {.name = "fwd_hd192_dv128_m128_n128", .head_dim = 192, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 1, .ping_pong = false, .rescale_before_pv = true},
-    {.name = "fwd_hd256_m128_n80", .head_dim = 256, .head_dim_v = 256, .tile_m = 128, .tile_n = 80, .stages = 2, .q_stages = 1, .ping_pong = false, .rescale_before_pv = true},
+    {.name = "fwd_hd64_m192_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 192, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true},
+    {.name = "fwd_hd96_m128_n160", .head_dim = 96, .head_dim_v = 96, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = true},
+    {.name = "fwd_hd128_m128_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true},
+    {.name = "fwd_hd128_m128_n160", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = false},
+    {.name = "fwd_hd192_m128_n112", .head_dim = 192, .head_dim_v = 192, .tile_m = 128, .tile_n = 112, .stages = 2, .q_stages = 1, .ping_pong = false},
+    {.name = "fwd_hd192_dv128_m128_n128", .head_dim = 192, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 1, .ping_pong = false},
+    {.name = "fwd_hd256_m128_n80", .head_dim = 256, .head_dim_v = 256, .tile_m = 128, .tile_n = 80, .stages = 2, .q_stages = 1, .ping_pong = false},
 };
 // clang-format on
 inline constexpr int kForwardConfigCount = sizeof(kForwardConfigs) / sizeof(kForwardConfigs[0]);

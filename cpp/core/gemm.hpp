@@ -11,8 +11,9 @@ namespace flashhopper {
 
 enum class Accumulate { kFresh, kAdd };
 
-// accumulator (+)= a b^T over the K blocks of the fragments. The accumulator and a register operand a must not be touched
-// before the wait; the fences keep the compiler from moving their reads and writes into the asynchronous window.
+// accumulator (+)= a b^T over the K blocks of the fragments. The accumulator and a register operand a must not be
+// touched before the wait; the fences keep the compiler from moving their reads and writes into the asynchronous
+// window.
 template <Accumulate kMode, class TiledMma, class FragmentA, class FragmentB, class Accumulator>
 FLASHHOPPER_DEVICE void issue_gemm(TiledMma& mma, FragmentA const& a, FragmentB const& b, Accumulator& accumulator) {
   constexpr bool kRegisterA = !cute::is_base_of_v<cute::GMMA::DescriptorIterator, typename TiledMma::FrgTypeA>;

@@ -1,5 +1,5 @@
-// Shared-memory layouts of the tiles. TMA writes a tile as boxes of one swizzle row width each; the same bytes are read by
-// wgmma as a K-major operand (Q, K) or, seen transposed, as an MN-major one (V). Host tests prove the bijections.
+// Shared-memory layouts of the tiles. TMA writes a tile as boxes of one swizzle row width each; the same bytes are read
+// by wgmma as a K-major operand (Q, K) or, seen transposed, as an MN-major one (V). Host tests prove the bijections.
 #pragma once
 
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -19,8 +19,7 @@ using TransposedAtom = std::conditional_t<box_columns(kHeadDim) == 64, cute::GMM
 // (rows, head_dim, stages): box after box, kRows rows of box_columns each.
 template <class Element, int kRows, int kHeadDim, int kStages>
 using TileLayout = decltype(cute::tile_to_shape(
-    RowMajorAtom<Element, kHeadDim>{},
-    cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
+    RowMajorAtom<Element, kHeadDim>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
 
 // The same bytes as (head_dim, rows, stages).
 template <class Element, int kRows, int kHeadDim, int kStages>
@@ -30,8 +29,8 @@ using TransposedTileLayout = decltype(cute::tile_to_shape(
 
 // Registers of probabilities as the A operand of P V: a score accumulator's flat order is already the operand's.
 template <int kColumns>
-using ProbabilityLayout = cute::Layout<
-    cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 16>>,
-    cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
+using ProbabilityLayout =
+    cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 16>>,
+                 cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
 
 }  // namespace flashhopper

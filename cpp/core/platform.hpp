@@ -1,4 +1,5 @@
-// What lets the same header compile under nvcc and under plain g++ (host tests): qualifiers, loop unrolling, integer helpers.
+// What lets the same header compile under nvcc and under plain g++ (host tests): qualifiers, loop unrolling, integer
+// helpers.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,5 +1,6 @@
 // The order of work tiles: which (query block, head, batch) stands at which place of the queue.
-// The producer takes places from a device counter (forward/producer.hpp); host tests prove that the order is a permutation.
+// The producer takes places from a device counter (forward/producer.hpp); host tests prove that the order is a
+// permutation.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +41,8 @@ struct TileSchedule {
 
 inline constexpr int64_t kL2SectionBytes = 32 << 20;
 
-// Full attention: one head a section, so that all multiprocessors read the same keys at once. Causal: as many kv heads as
-// L2 holds, each with its group of query heads.
+// Full attention: one head a section, so that all multiprocessors read the same keys at once. Causal: as many kv heads
+// as L2 holds, each with its group of query heads.
 inline TileSchedule make_tile_schedule(int m_blocks, int batch, int heads, int kv_heads, int64_t kv_head_bytes,
                                        bool longest_first) {
   int64_t section_kv_heads = 1;

@@ -1,5 +1,6 @@
-// The online softmax of one consumer thread: it owns two rows of the score tile and updates their maximum, sum and scores.
-// Plain C++ apart from the reduction over the four threads of a quad, so host tests compare it with double precision.
+// The online softmax of one consumer thread: it owns two rows of the score tile and updates their maximum, sum and
+// scores. Plain C++ apart from the reduction over the four threads of a quad, so host tests compare it with double
+// precision.
 #pragma once
 
 #include <cmath>
@@ -8,8 +9,8 @@
 
 namespace flashhopper {
 
-// A wgmma accumulator of 64 x N gives each thread N / 2 floats: flat index e holds column 8 * (e / 4) + (e % 2) + 2 * (lane % 4)
-// of row (lane / 4) + 8 * ((e / 2) % 2) within the warp's 16 rows.
+// A wgmma accumulator of 64 x N gives each thread N / 2 floats: flat index e holds column 8 * (e / 4) + (e % 2) + 2 *
+// (lane % 4) of row (lane / 4) + 8 * ((e / 2) % 2) within the warp's 16 rows.
 inline constexpr int kRowsPerThread = 2;
 FLASHHOPPER_HOST_DEVICE constexpr int accumulator_row(int e) { return (e >> 1) & 1; }
 FLASHHOPPER_HOST_DEVICE constexpr int accumulator_column(int e) { return 8 * (e >> 2) + (e & 1); }
@@ -59,7 +60,8 @@ FLASHHOPPER_HOST_DEVICE float quad_sum(float x) {
   return x;
 }
 
-// Source: Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1. Scores are used in base 2: p = 2^(scale_log2 * (s - max)).
+// Source: Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1. Scores are used in base 2: p = 2^(scale_log2 * (s
+// - max)).
 struct OnlineSoftmax {
   float scale_log2;
   float row_max[kRowsPerThread] = {-INFINITY, -INFINITY};
@@ -67,8 +69,8 @@ struct OnlineSoftmax {
 
   FLASHHOPPER_HOST_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
 
-  // Raises the running maximum of row r to that of the new scores and returns what the row's earlier sum and output must be
-  // multiplied by. A row that has seen nothing yet keeps maximum -inf.
+  // Raises the running maximum of row r to that of the new scores and returns what the row's earlier sum and output
+  // must be multiplied by. A row that has seen nothing yet keeps maximum -inf.
   template <int kElements>
   FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r) {
     // Two chains: one alone would wait out the latency of each maximum.
@@ -100,7 +102,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural log-sum-exp.
+  // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural
+  // log-sum-exp.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
     constexpr float kLn2 = 0.69314718055994530942f;
     FLASHHOPPER_UNROLL
@@ -114,7 +117,9 @@ struct OnlineSoftmax {
 
  private:
   // -inf - -inf is NaN: rows that have seen nothing subtract 0.
-  FLASHHOPPER_HOST_DEVICE float offset(float maximum) const { return maximum == -INFINITY ? 0.f : maximum * scale_log2; }
+  FLASHHOPPER_HOST_DEVICE float offset(float maximum) const {
+    return maximum == -INFINITY ? 0.f : maximum * scale_log2;
+  }
 };
 
 }  // namespace flashhopper

@@ -10,8 +10,8 @@
 
 namespace flashhopper {
 
-// Two floats as one register of 16-bit elements, the lower index in the lower half. Volatile, so that the compiler does not
-// sink the conversions into the next turn of the loop, where they would hold up the tensor cores.
+// Two floats as one register of 16-bit elements, the lower index in the lower half. Volatile, so that the compiler does
+// not sink the conversions into the next turn of the loop, where they would hold up the tensor cores.
 template <class Element>
 FLASHHOPPER_DEVICE uint32_t pack(float low, float high) {
   uint32_t packed;
@@ -73,10 +73,12 @@ struct Consumer {
     ring.advance();
   }
 
-  // The same, but not before `value` is known. The alignment bits of the workspace are zero, which the compiler cannot know.
+  // The same, but not before `value` is known. The alignment bits of the workspace are zero, which the compiler cannot
+  // know.
   template <class Ring>
   FLASHHOPPER_DEVICE void release_after(Barrier* empty, Ring& ring, float value) {
-    uint32_t const zero = __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3);
+    uint32_t const zero =
+        __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3);
     if (lane == 0) empty[ring.slot].arrive(zero);
     ring.advance();
   }
@@ -122,19 +124,20 @@ struct Consumer {
 
     typename Traits::MmaQK mma_qk;
     typename Traits::MmaPV mma_pv;
-    Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup][0]), typename Traits::LayoutQ{});   // (64, D, q_stages)
-    Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::LayoutK{});              // (N, D, stages)
-    Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::LayoutVt{});            // (Dv, N, stages)
-    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);                               // (MMA, 1, D/16, q_stages)
-    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);                               // (MMA, 1, D/16, stages)
-    Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt);                              // (MMA, 1, N/16, stages)
+    Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup][0]), typename Traits::LayoutQ{});  // (64, D, q_stages)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::LayoutK{});             // (N, D, stages)
+    Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::LayoutVt{});           // (Dv, N, stages)
+    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);   // (MMA, 1, D/16, q_stages)
+    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);   // (MMA, 1, D/16, stages)
+    Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt);  // (MMA, 1, N/16, stages)
 
     float scores[kScores];
     float outputs[kOutputs];
     uint32_t probabilities[kScores / 2];
     Tensor tSrS = make_tensor(make_rmem_ptr(scores), partition_shape_C(mma_qk, Shape<_64, Int<Traits::kTileN>>{}));
     Tensor tOrO = make_tensor(make_rmem_ptr(outputs), partition_shape_C(mma_pv, Shape<_64, Int<Traits::kHeadDimV>>{}));
-    Tensor tOrP = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(probabilities)), ProbabilityLayout<Traits::kTileN>{});
+    Tensor tOrP =
+        make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(probabilities)), ProbabilityLayout<Traits::kTileN>{});
 
     OnlineSoftmax softmax(args.softmax_scale_log2);
     float rescale[kRowsPerThread];
@@ -144,21 +147,23 @@ struct Consumer {
     storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
 
     auto issue_qk = [&] {
+      storage.k_full[at_k.slot].wait(at_k.phase);
+      if constexpr (Traits::kConfig.ping_pong) wait_turn();
       issue_gemm<Accumulate::kFresh>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
     auto issue_pv = [&] {
       storage.v_full[at_v.slot].wait(at_v.phase);
       issue_gemm<Accumulate::kAdd>(mma_pv, tOrP, tOrV(_, _, _, at_v.slot), tOrO);
     };
-
     auto finish_pv = [&] {
       warpgroup_wait<0>();
       warpgroup_fence_operand(tOrO);
       release(storage.v_empty, at_v);
     };
-    // From the scores of block n to the probabilities of its product with V, while the previous block's product runs. That
-    // product is waited for between the two rows: ptxas would move the wait to the top, so the release of K in front of it
-    // is tied to the first row's maximum. Exponentials, conversions and the rescaling of O then interleave freely.
+    // From the scores of block n to its probabilities, while the previous block's product with V runs. That product is
+    // waited for between the two rows: the second row's exponentials then share their time with the conversions and
+    // with the rescaling of O. ptxas would move the wait to the top, where nothing is left to overlap; the release of K
+    // in front of it, tied to the first row's maximum, holds it down.
     auto finish_scores = [&](int n, auto pv_in_flight) {
       warpgroup_fence_operand(tSrS);
       // Whether a block needs the element mask is the same for all threads of the CTA.
@@ -170,26 +175,22 @@ struct Consumer {
       softmax.exponentiate(scores, 1);
       if constexpr (decltype(pv_in_flight)::value) finish_pv();
       convert(scores, probabilities);
-      if constexpr (!Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
+      multiply_rows(outputs, rescale);
     };
 
     if (blocks.size() > 0) {
       int n = blocks.end - 1;
-      storage.k_full[at_k.slot].wait(at_k.phase);
       issue_qk();
+      if constexpr (Traits::kConfig.ping_pong) pass_turn();
       warpgroup_wait<0>();
       finish_scores(n, false_type{});
       for (--n; n >= blocks.begin; --n) {
-        storage.k_full[at_k.slot].wait(at_k.phase);
-        if constexpr (Traits::kConfig.ping_pong) wait_turn();
         issue_qk();
-        if constexpr (Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
         issue_pv();
         if constexpr (Traits::kConfig.ping_pong) pass_turn();
         warpgroup_wait<1>();
         finish_scores(n, true_type{});
       }
-      if constexpr (Traits::kConfig.rescale_before_pv) multiply_rows(outputs, rescale);
       issue_pv();
       finish_pv();
     }

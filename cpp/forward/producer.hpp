@@ -1,5 +1,5 @@
-// The producer warpgroup: warp 0 schedules tiles and streams K and V, warp 1 + w serves consumer warpgroup w by storing its
-// output and loading its next queries. Before it: kernel.hpp. Its partner: consumer.hpp.
+// The producer warpgroup: warp 0 schedules tiles and streams K and V, warp 1 + w serves consumer warpgroup w by storing
+// its output and loading its next queries. Before it: kernel.hpp. Its partner: consumer.hpp.
 #pragma once
 
 #include "core/tma.hpp"
@@ -15,16 +15,9 @@ struct TileSource {
   ForwardStorage<Traits>& storage;
   RingPosition<kTileSlots> position;
 
-  FLASHHOPPER_DEVICE int take() { return atomicAdd(&args.workspace[0], 1) + static_cast<int>(gridDim.x); }
-
-  FLASHHOPPER_DEVICE Tile publish(int place) {
-    Tile const tile = place < args.schedule.total() ? args.schedule.at(place) : Tile{-1, 0, 0};
-    storage.tile_empty[position.slot].wait(position.phase ^ 1);
-    storage.tile[position.slot] = tile;
-    storage.tile_full[position.slot].arrive();
-    position.advance();
-    return tile;
-  }
+  // The CTA's first tile is its block index, later ones come from the counter.
+  FLASHHOPPER_DEVICE Tile first() { return publish(static_cast<int>(blockIdx.x)); }
+  FLASHHOPPER_DEVICE Tile next() { return publish(atomicAdd(&args.workspace[0], 1) + static_cast<int>(gridDim.x)); }
 
   // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
   FLASHHOPPER_DEVICE void finish() {
@@ -34,10 +27,20 @@ struct TileSource {
       args.workspace[1] = 0;
     }
   }
+
+ private:
+  FLASHHOPPER_DEVICE Tile publish(int place) {
+    Tile const tile = place < args.schedule.total() ? args.schedule.at(place) : Tile{-1, 0, 0};
+    storage.tile_empty[position.slot].wait(position.phase ^ 1);
+    storage.tile[position.slot] = tile;
+    storage.tile_full[position.slot].arrive();
+    position.advance();
+    return tile;
+  }
 };
 
-// Streams the key blocks of every tile, last block first. V trails K by one block because that is the order of use, also
-// across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
+// Streams the key blocks of every tile, last block first. V trails K by one block because that is the order of use,
+// also across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
 template <class Traits>
 FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, ForwardStorage<Traits>& storage) {
   RingPosition<Traits::kStages> at_k, at_v;
@@ -51,24 +54,25 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, Forward
   };
 
   TileSource<Traits> source{args, storage};
-  Tile tile = source.publish(static_cast<int>(blockIdx.x));
+  Tile tile = source.first();
   while (tile.m_block >= 0) {
-    int const next_place = source.take();  // its latency hides behind the loads
     int const row_begin = tile.m_block * Traits::kTileM;
     BlockRange const blocks = args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
     int const kv_head = tile.head / args.group;
     for (int n = blocks.end - 1; n >= blocks.begin; --n) {
       storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
-      tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
-          args.k, storage.k_full[at_k.slot], L2Hint::kEvictLast, storage.k[at_k.slot], n * Traits::kTileN, kv_head,
-          tile.batch);
+      tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(args.k, storage.k_full[at_k.slot],
+                                                                           L2Hint::kEvictLast, storage.k[at_k.slot],
+                                                                           n * Traits::kTileN, kv_head, tile.batch);
       at_k.advance();
       load_due_values();
       v_row = n * Traits::kTileN;
       v_head = kv_head;
       v_batch = tile.batch;
     }
-    tile = source.publish(next_place);
+    // As late as possible: a place taken earlier would wait behind this tile while other CTAs run dry. The blocks
+    // loaded ahead hide the latency.
+    tile = source.next();
   }
   load_due_values();
   source.finish();
@@ -76,7 +80,8 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, Forward
 
 // For each tile: when the output that occupied the Q slot is complete, store it; once it is read, load the new queries.
 template <class Traits>
-FLASHHOPPER_DEVICE void serve_queries_and_outputs(ForwardArgs const& args, ForwardStorage<Traits>& storage, int warpgroup) {
+FLASHHOPPER_DEVICE void serve_queries_and_outputs(ForwardArgs const& args, ForwardStorage<Traits>& storage,
+                                                  int warpgroup) {
   Tile previous[Traits::kQStages];  // whose output a slot holds
   RingPosition<Traits::kQStages> at;
   auto store_output = [&](Tile const& tile) {

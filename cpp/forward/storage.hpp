@@ -18,7 +18,8 @@ struct ForwardStorage {
 
   // Arrives: TMA through the loading warp. Waits: the consumer warpgroup.
   Barrier q_full[Traits::kWarpgroups][Traits::kQStages];
-  // Arrives: each warp of the consumer warpgroup, when O lies in the Q slot. Waits: the warp that stores O and reloads Q.
+  // Arrives: each warp of the consumer warpgroup, when O lies in the Q slot. Waits: the warp that stores O and reloads
+  // Q.
   Barrier o_full[Traits::kWarpgroups][Traits::kQStages];
   // Arrives: TMA through the key-value warp. Waits: all consumer warpgroups.
   Barrier k_full[Traits::kStages];

@@ -2,9 +2,9 @@
 // Before it: core/config.hpp. After it: storage.hpp, producer.hpp, consumer.hpp.
 #pragma once
 
+#include <cutlass/numeric_types.h>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
-#include <cutlass/numeric_types.h>
 
 #include "core/config.hpp"
 #include "core/layouts.hpp"
@@ -42,8 +42,8 @@ struct ForwardTraits {
                                  cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDim>>>()));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Element, Element, float,
-                                 cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>,
-                                 cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+                                 cute::Shape<cute::_64, cute::Int<kHeadDimV>, cute::Int<kTileN>>, cute::GMMA::Major::K,
+                                 cute::GMMA::Major::MN>()));
   // Without CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED CuTe would split odd widths into narrow instructions.
   static_assert(cute::size<1>(typename MmaQK::AtomShape_MNK{}) == kTileN, "Q K^T must be one instruction wide");
   static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kHeadDimV, "P V must be one instruction wide");

@@ -34,7 +34,8 @@ constexpr flashhopper_dtype bf16 = FLASHHOPPER_BF16;
 }  // namespace dtype_token
 
 constexpr Instance kInstances[] = {
-#define FLASHHOPPER_INSTANCE(config, dtype) {find_forward_config(#config), dtype_token::dtype, &launch_##config##_##dtype},
+#define FLASHHOPPER_INSTANCE(config, dtype) \
+  {find_forward_config(#config), dtype_token::dtype, &launch_##config##_##dtype},
 #include "flashhopper_instances.inc"
 #undef FLASHHOPPER_INSTANCE
 };
@@ -47,7 +48,9 @@ LaunchForward find_instance(int config_index, int32_t dtype) {
 }
 
 // Windows that reach past the sequences are unbounded; what remains fits 32 bits.
-int window_to_int(int64_t window, int64_t bound) { return window < 0 || window >= bound ? -1 : static_cast<int>(window); }
+int window_to_int(int64_t window, int64_t bound) {
+  return window < 0 || window >= bound ? -1 : static_cast<int>(window);
+}
 
 Mask make_mask(flashhopper_forward_params const& p) {
   int64_t const bound = p.seqlen_q + p.seqlen_k;
@@ -57,15 +60,18 @@ Mask make_mask(flashhopper_forward_params const& p) {
 
 flashhopper_status check_sizes(flashhopper_forward_params const& p) {
   constexpr int64_t kMaxSeqlen = int64_t{1} << 30;  // row + shift stays within 32 bits
-  struct Size { char const* name; int64_t value, least, most; };
-  Size const sizes[] = {{"batch", p.batch, 1, INT32_MAX},          {"heads", p.heads, 1, INT32_MAX},
-                        {"kv_heads", p.kv_heads, 1, INT32_MAX},    {"seqlen_q", p.seqlen_q, 1, kMaxSeqlen},
-                        {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen},   {"head_dim", p.head_dim, 8, 256},
+  struct Size {
+    char const* name;
+    int64_t value, least, most;
+  };
+  Size const sizes[] = {{"batch", p.batch, 1, INT32_MAX},        {"heads", p.heads, 1, INT32_MAX},
+                        {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, 1, kMaxSeqlen},
+                        {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"head_dim", p.head_dim, 8, 256},
                         {"head_dim_v", p.head_dim_v, 8, 256}};
   for (Size const& size : sizes) {
     if (size.value < size.least || size.value > size.most) {
-      return set_error(FLASHHOPPER_INVALID_ARGUMENT, size.name, " is ", size.value, ": it must be between ", size.least, " and ",
-                       size.most);
+      return set_error(FLASHHOPPER_INVALID_ARGUMENT, size.name, " is ", size.value, ": it must be between ", size.least,
+                       " and ", size.most);
     }
   }
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
@@ -84,8 +90,9 @@ flashhopper_status check_sizes(flashhopper_forward_params const& p) {
                      ": the Hopper kernels take a positive, finite one; the tiled engine takes any");
   }
   if (p.window_left >= 0 || p.window_right > 0) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
-                     "): the Hopper kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
+    return set_error(
+        FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
+        "): the Hopper kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
   }
   return FLASHHOPPER_OK;
 }
@@ -94,9 +101,10 @@ flashhopper_status choose_config(flashhopper_forward_params const& p, int* index
   *index = choose_forward_config(p.head_dim, p.head_dim_v, make_mask(p));
   if (*index >= 0) return FLASHHOPPER_OK;
   std::ostringstream table;
-  for (ForwardConfig const& row : kForwardConfigs) table << "\n  " << row.name << ": " << row.head_dim << " / " << row.head_dim_v;
-  return set_error(FLASHHOPPER_UNSUPPORTED, "no kernel computes head_dim ", p.head_dim, " with head_dim_v ", p.head_dim_v,
-                   "; the table holds head_dim / head_dim_v up to", table.str());
+  for (ForwardConfig const& row : kForwardConfigs)
+    table << "\n  " << row.name << ": " << row.head_dim << " / " << row.head_dim_v;
+  return set_error(FLASHHOPPER_UNSUPPORTED, "no kernel computes head_dim ", p.head_dim, " with head_dim_v ",
+                   p.head_dim_v, "; the table holds head_dim / head_dim_v up to", table.str());
 }
 
 TileSchedule make_schedule(flashhopper_forward_params const& p, ForwardConfig const& config, Mask const& mask) {
@@ -123,7 +131,8 @@ struct Device {
 flashhopper_status current_device(Device* device) {
   constexpr int kCached = 64;
   static std::atomic<int> known_sms[kCached];  // 0: not asked yet
-  if (cudaError_t const error = cudaGetDevice(&device->index); error != cudaSuccess) return cuda_error("cudaGetDevice", error);
+  if (cudaError_t const error = cudaGetDevice(&device->index); error != cudaSuccess)
+    return cuda_error("cudaGetDevice", error);
   bool const cached = device->index < kCached;
   device->num_sms = cached ? known_sms[device->index].load(std::memory_order_relaxed) : 0;
   if (device->num_sms > 0) return FLASHHOPPER_OK;
@@ -159,7 +168,8 @@ flashhopper_status prepare(flashhopper_forward_params const& p, int num_sms, Lau
   }
   int const sms = num_sms - p.sm_margin;
   if (p.sm_margin < 0 || sms < 1) {
-    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "sm_margin is ", p.sm_margin, ": it must be between 0 and ", num_sms - 1);
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "sm_margin is ", p.sm_margin, ": it must be between 0 and ",
+                     num_sms - 1);
   }
   ForwardArgs& args = launch->args;
   args.mask = make_mask(p);
@@ -172,9 +182,7 @@ flashhopper_status prepare(flashhopper_forward_params const& p, int num_sms, Lau
   return FLASHHOPPER_OK;
 }
 
-}  // namespace
-
-void describe_config(ForwardConfig const& config, flashhopper_forward_plan* plan) {
+void describe(ForwardConfig const& config, flashhopper_forward_plan* plan) {
   *plan = {};
   std::snprintf(plan->config, sizeof(plan->config), "%.*s", static_cast<int>(config.name.size()), config.name.data());
   plan->tile_m = config.tile_m;
@@ -190,10 +198,30 @@ void describe_config(ForwardConfig const& config, flashhopper_forward_plan* plan
   plan->smem_bytes = smem_bytes(config);
 }
 
+bool is_built(int config_index) {
+  return find_instance(config_index, FLASHHOPPER_FP16) != nullptr ||
+         find_instance(config_index, FLASHHOPPER_BF16) != nullptr;
+}
+
+}  // namespace
+
+flashhopper_status describe_config(int index, flashhopper_forward_plan* plan) {
+  int built = 0;
+  for (int row = 0; row < kForwardConfigCount; ++row) {
+    if (!is_built(row)) continue;
+    if (built == index) {
+      describe(kForwardConfigs[row], plan);
+      return FLASHHOPPER_OK;
+    }
+    ++built;
+  }
+  return set_error(FLASHHOPPER_INVALID_ARGUMENT, "config index is ", index, ": this build has ", built, " rows");
+}
+
 flashhopper_status plan_forward(flashhopper_forward_params const& p, int num_sms, flashhopper_forward_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, num_sms, &launch));
-  describe_config(kForwardConfigs[launch.config_index], plan);
+  describe(kForwardConfigs[launch.config_index], plan);
   plan->grid = launch.grid;
   plan->tiles = launch.args.schedule.total();
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
@@ -232,10 +260,10 @@ flashhopper_status dispatch_forward(flashhopper_forward_params const& p) {
   cudaError_t const error = run(args, launch.grid, device.index, static_cast<cudaStream_t>(p.stream));
   if (error == cudaSuccess) return FLASHHOPPER_OK;
   flashhopper_forward_plan plan;
-  describe_config(config, &plan);
+  describe(config, &plan);
   return set_error(FLASHHOPPER_CUDA_ERROR, "launching ", plan.config, " failed: ", cudaGetErrorName(error), " (",
-                   cudaGetErrorString(error), "); grid ", launch.grid, ", ", plan.threads, " threads, ", plan.smem_bytes,
-                   " bytes of shared memory");
+                   cudaGetErrorString(error), "); grid ", launch.grid, ", ", plan.threads, " threads, ",
+                   plan.smem_bytes, " bytes of shared memory");
 }
 
 }  // namespace flashhopper

@@ -9,8 +9,8 @@ namespace flashhopper {
 // Fills the plan of a problem whose sizes are valid; FLASHHOPPER_UNSUPPORTED names what no row of the table computes.
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_forward_plan* plan);
 
-// The row of the config table as a plan without a problem.
-void describe_config(ForwardConfig const& config, flashhopper_forward_plan* plan);
+// The index-th row of the config table that this build has a kernel for, as a plan without a problem.
+flashhopper_status describe_config(int index, flashhopper_forward_plan* plan);
 
 flashhopper_status dispatch_forward(flashhopper_forward_params const& params);
 

@@ -15,7 +15,8 @@ Encoder find_encoder() {
   Encoder found;
   void* function = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  found.error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+  found.error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
   if (found.error == cudaSuccess && result == cudaDriverEntryPointSuccess) {
     found.encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }
@@ -38,8 +39,9 @@ cuuint64_t stride_bytes(int64_t stride, int64_t extent, int64_t contiguous) {
 flashhopper_status require_tma() {
   if (encoder().encode != nullptr) return FLASHHOPPER_OK;
   if (encoder().error != cudaSuccess) return cuda_error("looking up cuTensorMapEncodeTiled", encoder().error);
-  return set_error(FLASHHOPPER_CUDA_ERROR,
-                   "the NVIDIA driver does not offer cuTensorMapEncodeTiled: a driver for CUDA 12.0 or newer is needed");
+  return set_error(
+      FLASHHOPPER_CUDA_ERROR,
+      "the NVIDIA driver does not offer cuTensorMapEncodeTiled: a driver for CUDA 12.0 or newer is needed");
 }
 
 flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map) {
@@ -57,15 +59,14 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   CUtensorMapDataType const type =
       spec.dtype == FLASHHOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMapSwizzle const swizzle = spec.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  CUresult const result =
-      encoder().encode(map, type, 4, spec.tensor.data, extents, strides, box, element_strides,
-                       CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result = encoder().encode(map, type, 4, spec.tensor.data, extents, strides, box, element_strides,
+                                           CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return FLASHHOPPER_OK;
-  return set_error(FLASHHOPPER_INVALID_ARGUMENT, spec.name, " cannot be read by TMA (CUresult ", static_cast<int>(result),
-                   "): address ", spec.tensor.data, ", strides in bytes row ", strides[0], ", head ", strides[1], ", batch ",
-                   strides[2], "; the address and each stride must be multiples of 16 bytes: pass ", spec.name,
-                   ".contiguous()");
+  return set_error(FLASHHOPPER_INVALID_ARGUMENT, spec.name, " cannot be read by TMA (CUresult ",
+                   static_cast<int>(result), "): address ", spec.tensor.data, ", strides in bytes row ", strides[0],
+                   ", head ", strides[1], ", batch ", strides[2],
+                   "; the address and each stride must be multiples of 16 bytes: pass ", spec.name, ".contiguous()");
 }
 
 }  // namespace flashhopper

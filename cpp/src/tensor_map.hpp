@@ -11,8 +11,8 @@ struct TensorMapSpec {
   char const* name;  // for messages
   flashhopper_tensor tensor;
   int64_t batch, seqlen, heads, head_dim;
-  int32_t dtype;                // flashhopper_dtype
-  int box_rows, box_columns;    // what one TMA instruction moves; box_columns fills one swizzle row
+  int32_t dtype;              // flashhopper_dtype
+  int box_rows, box_columns;  // what one TMA instruction moves; box_columns fills one swizzle row
 };
 
 // FLASHHOPPER_OK when the driver offers cuTensorMapEncodeTiled.

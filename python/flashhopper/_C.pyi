@@ -1,4 +1,4 @@
-"""Types of the compiled module: pybind11 over the C ABI of libflashhopper.so (cpp/include/flashhopper/flashhopper.h)."""
+"""Types of the compiled module: pybind11 over the C ABI of libflashhopper.so (flashhopper.h)."""
 
 from typing import TypedDict
 

@@ -16,7 +16,8 @@ void rows_fit() {
     CHECK(names.insert(row.name).second);
     CHECK(smem_bytes(row) <= 227 * 1024);
     CHECK(threads(row) <= 1024);
-    int const registers = kWarpgroupThreads * (producer_registers(row) + consumer_warpgroups(row) * consumer_registers(row));
+    int const registers =
+        kWarpgroupThreads * (producer_registers(row) + consumer_warpgroups(row) * consumer_registers(row));
     CHECK(registers <= 64 * 1024);
     CHECK(producer_registers(row) % 8 == 0 && consumer_registers(row) % 8 == 0);
     CHECK(kForwardConfigs[find_forward_config(row.name)].name == row.name);
@@ -56,7 +57,8 @@ void heuristics_choose_the_smallest_row() {
     CHECK(choose_forward_config(64, 264, mask) == -1);
   }
   CHECK(kForwardConfigs[choose_forward_config(192, 128, full)].head_dim_v == 128);
-  CHECK(kForwardConfigs[choose_forward_config(128, 128, full)].tile_n >= kForwardConfigs[choose_forward_config(128, 128, causal)].tile_n);
+  CHECK(kForwardConfigs[choose_forward_config(128, 128, full)].tile_n >=
+        kForwardConfigs[choose_forward_config(128, 128, causal)].tile_n);
 }
 
 }  // namespace

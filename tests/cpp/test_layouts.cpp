@@ -1,4 +1,5 @@
-// Shared-memory layouts: bijections, equal to what TMA's swizzled boxes write, and V's transposed view names the same bytes.
+// Shared-memory layouts: bijections, equal to what TMA's swizzled boxes write, and V's transposed view names the same
+// bytes.
 #include <cutlass/numeric_types.h>
 
 #include <cute/pointer_flagged.hpp>

@@ -54,7 +54,7 @@ typedef struct {
 
 // What a forward call will do; filled without touching a device.
 typedef struct {
-  char config[64];  // the row of the config table, e.g. "fwd_hd128_m128_n176"
+  char config[64];                               // the row of the config table, e.g. "fwd_hd128_m128_n160"
   int32_t tile_m, tile_n, head_dim, head_dim_v;  // head dims as computed (padded)
   int32_t stages, q_stages, consumer_warpgroups, threads, producer_registers, consumer_registers;
   int64_t smem_bytes, grid, tiles;
@@ -78,7 +78,7 @@ FLASHHOPPER_API int flashhopper_forward(const flashhopper_forward_params* params
 // num_sms: multiprocessors of the device (132 on H100 and H200). Pointers and strides of params are not read.
 FLASHHOPPER_API int flashhopper_forward_get_plan(const flashhopper_forward_params* params, int num_sms,
                                                  flashhopper_forward_plan* plan);
-// The config table, one row an index; FLASHHOPPER_INVALID_ARGUMENT past the end. dtype-independent.
+// The config rows that this build has a kernel for, in one dtype at least; FLASHHOPPER_INVALID_ARGUMENT past the end.
 FLASHHOPPER_API int flashhopper_forward_get_config(int index, flashhopper_forward_plan* row);
 
 #if defined(__cplusplus)

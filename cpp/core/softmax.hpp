@@ -109,7 +109,7 @@ struct OnlineSoftmax {
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float const sum = quad_sum(row_sum[r]);
-      bool const empty = row_max[r] == -INFINITY;
+      bool const empty = sum == 0.f;  // the maximum itself adds 1; NaN scores give a NaN sum and stay visible
       normalise[r] = empty ? 0.f : fast_reciprocal(sum);
       lse[r] = empty ? -INFINITY : (row_max[r] * scale_log2 + fast_log2(sum)) * kLn2;
     }

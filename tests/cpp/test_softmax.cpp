@@ -54,9 +54,23 @@ void run(int blocks, double keep_probability, double spread, float scale, std::m
   }
 }
 
+// A NaN score reaches both results, also where every score is NaN.
+void nan_stays_visible(bool everywhere) {
+  OnlineSoftmax softmax(1.f);
+  float scores[kElements];
+  for (int e = 0; e < kElements; ++e) scores[e] = everywhere || e < 4 ? NAN : 1.f;
+  for (int r = 0; r < kRowsPerThread; ++r) softmax.raise_max(scores, r);
+  for (int r = 0; r < kRowsPerThread; ++r) softmax.exponentiate(scores, r);
+  float normalise[kRowsPerThread], lse[kRowsPerThread];
+  softmax.finish(normalise, lse);
+  for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
+}
+
 }  // namespace
 
 int main() {
+  nan_stays_visible(false);
+  nan_stays_visible(true);
   std::mt19937 random(7);
   for (int repeat = 0; repeat < 200; ++repeat) {
     for (int blocks : {0, 1, 2, 9}) {

@@ -18,7 +18,7 @@ target_include_directories(flashhopper_host_flags INTERFACE
   "${PROJECT_SOURCE_DIR}/cpp/include" "${PROJECT_SOURCE_DIR}/cpp")
 target_compile_options(flashhopper_host_flags INTERFACE $<$<COMPILE_LANGUAGE:CXX>:${FLASHHOPPER_WARNINGS}>)
 
-# CuTe offers wgmma widths that are not powers of two (80, 160, 176) only on request.
+# CuTe offers wgmma widths that are not powers of two (80, 112, 160) only on request.
 target_compile_definitions(flashhopper_host_flags INTERFACE CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
 
 add_library(flashhopper_cuda_flags INTERFACE)

@@ -1,5 +1,5 @@
 // The Python module _C: plain integers and floats in, the C ABI's structs out. No torch header, no CUDA call.
-// Before it: python/flashhopper/ops.py. After it: cpp/src/api.cpp.
+// Before it: python/flashhopper/engine/hopper.py. After it: cpp/src/api.cpp.
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -70,7 +70,12 @@ void forward(intptr_t q, intptr_t k, intptr_t v, intptr_t out, intptr_t lse, int
   params.dtype = dtype;
   params.sm_margin = sm_margin;
   params.stream = reinterpret_cast<void*>(stream);
-  check(flashhopper_forward(&params));
+  int status;
+  {
+    py::gil_scoped_release release;  // a launch can block on a full queue
+    status = flashhopper_forward(&params);
+  }
+  check(status);
 }
 
 py::dict forward_plan(int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k,

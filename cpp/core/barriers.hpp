@@ -42,8 +42,8 @@ struct Barrier {
   }
 };
 
-// Position in a ring of kDepth slots. A reader waits on full barriers with parity(), a writer on empty ones with
-// parity() ^ 1.
+// Position in a ring of kDepth slots. A reader waits on full barriers with phase, a writer on empty ones with
+// phase ^ 1.
 template <int kDepth>
 struct RingPosition {
   int slot = 0;
@@ -58,7 +58,7 @@ struct RingPosition {
 };
 
 // Hardware named barriers; 0 is __syncthreads.
-enum NamedBarrier : int { kTurnOfWarpgroup = 1 };  // + consumer warpgroup index
+enum NamedBarrier : int { kTurnOfWarpgroup = 1, kOutputOfWarpgroup = 4 };  // + consumer warpgroup index
 
 template <int kThreads>
 FLASHHOPPER_DEVICE void named_barrier_sync(int id) {

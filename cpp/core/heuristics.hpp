@@ -1,4 +1,4 @@
-// Which row of the config table serves a problem. Each rule cites the record that decided it.
+// Which row of the config table serves a problem. docs/lab/forward.md has the measurements behind the rules.
 #pragma once
 
 #include "core/config.hpp"
@@ -8,13 +8,15 @@ namespace flashhopper {
 
 // The smallest computed head dimensions that hold the given ones, -1 when none does.
 // Among rows of the same head dimensions full attention takes the one with the widest key tile (fewer steps, fewer
-// rescales), masked attention the narrowest (fewer wasted keys at the diagonal): benchmarks/results/h200/record.json.
-constexpr int choose_forward_config(int64_t head_dim, int64_t head_dim_v, Mask const& mask) {
+// rescales), masked attention the narrowest (fewer wasted keys at the diagonal).
+// is_served(row index): the build has a kernel for the row.
+template <class IsServed>
+constexpr int choose_forward_config(int64_t head_dim, int64_t head_dim_v, Mask const& mask, IsServed const& is_served) {
   bool const masked = mask.window_left >= 0 || mask.window_right >= 0;
   int best = -1;
   for (int i = 0; i < kForwardConfigCount; ++i) {
     ForwardConfig const& row = kForwardConfigs[i];
-    if (row.head_dim < head_dim || row.head_dim_v < head_dim_v) continue;
+    if (row.head_dim < head_dim || row.head_dim_v < head_dim_v || !is_served(i)) continue;
     if (best >= 0) {
       ForwardConfig const& held = kForwardConfigs[best];
       int const cost = row.head_dim + row.head_dim_v, held_cost = held.head_dim + held.head_dim_v;

@@ -199,6 +199,8 @@ struct Consumer {
     softmax.finish(normalise, lse);
     multiply_rows(outputs, normalise);
     store_lse(args, tile, lse, first_row, lane);
+    // The output replaces the queries, which every warp of the warpgroup must have finished with.
+    named_barrier_sync<kWarpgroupThreads>(kOutputOfWarpgroup + warpgroup);
     stage_output<Traits>(tOrO, mma_pv, storage.q[warpgroup][at_q.slot], thread);
     fence_async_shared();
     __syncwarp();

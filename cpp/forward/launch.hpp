@@ -22,8 +22,10 @@ cudaError_t launch_forward(ForwardArgs const& args, int grid, int device, cudaSt
     if (error != cudaSuccess) return error;
     prepared_devices.fetch_or(bit, std::memory_order_relaxed);
   }
-  forward_kernel<Traits><<<grid, Traits::kThreads, kSmemBytes, stream>>>(args);
-  return cudaPeekAtLastError();
+  // The call's own status: cudaGetLastError would also report what an earlier call left behind.
+  void* parameters[] = {const_cast<ForwardArgs*>(&args)};
+  return cudaLaunchKernel(reinterpret_cast<void const*>(&forward_kernel<Traits>), dim3(grid), dim3(Traits::kThreads),
+                          parameters, kSmemBytes, stream);
 }
 
 }  // namespace flashhopper

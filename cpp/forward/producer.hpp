@@ -2,6 +2,8 @@
 // its output and loading its next queries. Before it: kernel.hpp. Its partner: consumer.hpp.
 #pragma once
 
+#include <cutlass/cutlass.h>
+
 #include "core/tma.hpp"
 #include "forward/args.hpp"
 #include "forward/storage.hpp"
@@ -51,6 +53,7 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, Forward
     tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
         args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v_row, v_head, v_batch);
     at_v.advance();
+    v_row = -1;
   };
 
   TileSource<Traits> source{args, storage};
@@ -59,6 +62,8 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, Forward
     int const row_begin = tile.m_block * Traits::kTileM;
     BlockRange const blocks = args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
     int const kv_head = tile.head / args.group;
+    // A tile without keys brings no block that the last values could trail: consumers would wait for them for ever.
+    if (blocks.size() == 0) load_due_values();
     for (int n = blocks.end - 1; n >= blocks.begin; --n) {
       storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
       tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(args.k, storage.k_full[at_k.slot],

@@ -47,6 +47,8 @@ LaunchForward find_instance(int config_index, int32_t dtype) {
   return nullptr;
 }
 
+char const* dtype_name(int32_t dtype) { return dtype == FLASHHOPPER_BF16 ? "bf16" : "fp16"; }
+
 // Windows that reach past the sequences are unbounded; what remains fits 32 bits.
 int window_to_int(int64_t window, int64_t bound) {
   return window < 0 || window >= bound ? -1 : static_cast<int>(window);
@@ -85,9 +87,10 @@ flashhopper_status check_sizes(flashhopper_forward_params const& p) {
   if (p.dtype != FLASHHOPPER_FP16 && p.dtype != FLASHHOPPER_BF16) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "dtype is ", p.dtype, ": it must be 0 (fp16) or 1 (bf16)");
   }
-  if (!(p.softmax_scale > 0.f) || !std::isfinite(p.softmax_scale)) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "softmax_scale is ", p.softmax_scale,
-                     ": the Hopper kernels take a positive, finite one; the tiled engine takes any");
+  constexpr float kLeastScale = 1e-30f, kMostScale = 1e30f;  // its product with log2(e) stays finite and normal
+  if (!(p.softmax_scale >= kLeastScale && p.softmax_scale <= kMostScale)) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "softmax_scale is ", p.softmax_scale, ": the Hopper kernels take ",
+                     kLeastScale, " to ", kMostScale, "; the tiled engine takes any");
   }
   if (p.window_left >= 0 || p.window_right > 0) {
     return set_error(
@@ -98,13 +101,17 @@ flashhopper_status check_sizes(flashhopper_forward_params const& p) {
 }
 
 flashhopper_status choose_config(flashhopper_forward_params const& p, int* index) {
-  *index = choose_forward_config(p.head_dim, p.head_dim_v, make_mask(p));
+  auto const is_served = [&](int row) { return find_instance(row, p.dtype) != nullptr; };
+  *index = choose_forward_config(p.head_dim, p.head_dim_v, make_mask(p), is_served);
   if (*index >= 0) return FLASHHOPPER_OK;
-  std::ostringstream table;
-  for (ForwardConfig const& row : kForwardConfigs)
-    table << "\n  " << row.name << ": " << row.head_dim << " / " << row.head_dim_v;
-  return set_error(FLASHHOPPER_UNSUPPORTED, "no kernel computes head_dim ", p.head_dim, " with head_dim_v ",
-                   p.head_dim_v, "; the table holds head_dim / head_dim_v up to", table.str());
+  std::ostringstream built;
+  for (int row = 0; row < kForwardConfigCount; ++row) {
+    ForwardConfig const& config = kForwardConfigs[row];
+    if (is_served(row)) built << (built.tellp() > 0 ? ", " : "") << config.head_dim << "/" << config.head_dim_v;
+  }
+  return set_error(FLASHHOPPER_UNSUPPORTED, "no kernel was built for ", dtype_name(p.dtype), " with head_dim ",
+                   p.head_dim, " and head_dim_v ", p.head_dim_v,
+                   " (built, up to: ", built.tellp() > 0 ? built.str() : "none in this dtype", ")");
 }
 
 TileSchedule make_schedule(flashhopper_forward_params const& p, ForwardConfig const& config, Mask const& mask) {
@@ -162,7 +169,8 @@ flashhopper_status prepare(flashhopper_forward_params const& p, int num_sms, Lau
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   ForwardConfig const& config = kForwardConfigs[launch->config_index];
   int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
-  if (m_blocks * p.batch > INT32_MAX / p.heads) {
+  constexpr int64_t kMaxTiles = INT32_MAX - (1 << 16);  // each CTA takes one place past the end
+  if (m_blocks * p.batch > kMaxTiles / p.heads) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", p.batch, " x heads ", p.heads, " x ", m_blocks,
                      " query blocks exceed 2^31 work tiles: split the batch");
   }
@@ -239,11 +247,6 @@ flashhopper_status dispatch_forward(flashhopper_forward_params const& p) {
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, device.num_sms, &launch));
   ForwardConfig const& config = kForwardConfigs[launch.config_index];
   LaunchForward const run = find_instance(launch.config_index, p.dtype);
-  if (run == nullptr) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, config.name, " was left out of this build for ",
-                     p.dtype == FLASHHOPPER_BF16 ? "bf16" : "fp16",
-                     ": rebuild without narrowing FLASHHOPPER_HEAD_DIMS or FLASHHOPPER_DTYPES");
-  }
   int const columns = box_columns(config.head_dim), columns_v = box_columns(config.head_dim_v);
   // Without keys K and V may have no storage at all; their maps are never used then.
   flashhopper_tensor const& k = p.seqlen_k > 0 ? p.k : p.q;

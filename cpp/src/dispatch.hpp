@@ -6,7 +6,7 @@
 
 namespace flashhopper {
 
-// Fills the plan of a problem whose sizes are valid; FLASHHOPPER_UNSUPPORTED names what no row of the table computes.
+// Fills the plan of a problem; FLASHHOPPER_UNSUPPORTED names what no row of the table computes.
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_forward_plan* plan);
 
 // The index-th row of the config table that this build has a kernel for, as a plan without a problem.

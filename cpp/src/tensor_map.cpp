@@ -63,10 +63,11 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
                                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return FLASHHOPPER_OK;
-  return set_error(FLASHHOPPER_INVALID_ARGUMENT, spec.name, " cannot be read by TMA (CUresult ",
+  return set_error(FLASHHOPPER_INVALID_ARGUMENT, spec.name, " cannot be moved by TMA (CUresult ",
                    static_cast<int>(result), "): address ", spec.tensor.data, ", strides in bytes row ", strides[0],
                    ", head ", strides[1], ", batch ", strides[2],
-                   "; the address and each stride must be multiples of 16 bytes: pass ", spec.name, ".contiguous()");
+                   "; the address and each stride must be multiples of 16 bytes, strides under 2^40: pass ", spec.name,
+                   ".contiguous()");
 }
 
 }  // namespace flashhopper

@@ -39,10 +39,11 @@ void validity_can_fail() {
 
 void heuristics_choose_the_smallest_row() {
   Mask const full{1024, 1024, -1, -1}, causal{1024, 1024, -1, 0};
+  auto const all = [](int) { return true; };
   for (Mask const& mask : {full, causal}) {
     for (int d = 8; d <= 256; d += 8) {
       for (int dv = 8; dv <= 256; dv += 8) {
-        int const index = choose_forward_config(d, dv, mask);
+        int const index = choose_forward_config(d, dv, mask, all);
         if (!CHECK(index >= 0)) continue;
         ForwardConfig const& row = kForwardConfigs[index];
         CHECK(row.head_dim >= d && row.head_dim_v >= dv);
@@ -53,17 +54,26 @@ void heuristics_choose_the_smallest_row() {
         }
       }
     }
-    CHECK(choose_forward_config(264, 64, mask) == -1);
-    CHECK(choose_forward_config(64, 264, mask) == -1);
+    CHECK(choose_forward_config(264, 64, mask, all) == -1);
+    CHECK(choose_forward_config(64, 264, mask, all) == -1);
   }
-  CHECK(kForwardConfigs[choose_forward_config(192, 128, full)].head_dim_v == 128);
-  CHECK(kForwardConfigs[choose_forward_config(128, 128, full)].tile_n >=
-        kForwardConfigs[choose_forward_config(128, 128, causal)].tile_n);
+  CHECK(kForwardConfigs[choose_forward_config(192, 128, full, all)].head_dim_v == 128);
+  CHECK(kForwardConfigs[choose_forward_config(128, 128, full, all)].tile_n >=
+        kForwardConfigs[choose_forward_config(128, 128, causal, all)].tile_n);
+}
+
+// A narrowed build serves what its rows can hold.
+void heuristics_respect_the_build() {
+  Mask const full{1024, 1024, -1, -1};
+  int const widest = find_forward_config("fwd_hd256_m128_n80");
+  CHECK(choose_forward_config(64, 64, full, [&](int row) { return row == widest; }) == widest);
+  CHECK(choose_forward_config(64, 64, full, [](int) { return false; }) == -1);
 }
 
 }  // namespace
 
 int main() {
+  heuristics_respect_the_build();
   rows_fit();
   validity_can_fail();
   heuristics_choose_the_smallest_row();

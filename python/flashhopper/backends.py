@@ -15,6 +15,7 @@ from .engine import hopper
 
 BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
+LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/dispatch.cpp: products in float32 stay finite and normal
 
 _requested = "auto"
 # (device index, dtype, head_dim, head_dim_v) -> whether the kernels serve them, masks aside. No process has CUDA and
@@ -70,6 +71,7 @@ def resolve(
     softcap: float,
     has_sink: bool,
     is_packed: bool,
+    softmax_scale: float,
 ) -> bool:
     """Whether the Hopper kernels serve this call (else the tiled engine does).
 
@@ -86,9 +88,12 @@ def resolve(
         and softcap == 0.0
         and not has_sink
         and not is_packed
+        and LEAST_SCALE <= softmax_scale <= MOST_SCALE
     ):
         return True
-    reason, must_raise = refusal(q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed)
+    reason, must_raise = refusal(
+        q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed, softmax_scale
+    )
     if requested == "hopper":
         raise RuntimeError(f'backend "hopper" cannot serve this call: {reason}')
     if must_raise:
@@ -113,6 +118,7 @@ def refusal(
     softcap: float,
     has_sink: bool,
     is_packed: bool,
+    softmax_scale: float,
 ) -> tuple[str | None, bool]:
     """Why the Hopper kernels cannot serve a call (None: they can), and whether a broken installation is the only
     reason.
@@ -127,6 +133,8 @@ def refusal(
         feature = f"softcap ({softcap}) is not in the Hopper kernels yet"
     elif has_sink:
         feature = "attention sinks are not in the Hopper kernels yet"
+    elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
+        feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"
     if feature is not None and (reason is None or is_broken):
         return feature, False
     return reason, is_broken
@@ -152,8 +160,8 @@ def _static_refusal(
             return f"{name} is {size}, the kernels take multiples of 8 up to {MAX_HEAD_DIM}", False
     if hopper.module is None:
         return f"the compiled module flashhopper._C did not load: {hopper.load_error}", True
-    rows = [(row["head_dim"], row["head_dim_v"]) for row in hopper.module.forward_configs()]
-    if not any(head_dim <= row and head_dim_v <= row_v for row, row_v in rows):
-        built = ", ".join(f"{row}/{row_v}" for row, row_v in sorted(set(rows)))
-        return f"no kernel was built for head_dim {head_dim} with head_dim_v {head_dim_v} (built: {built})", False
+    try:  # the library knows which kernels it has; the plan of any problem of this kind tells
+        hopper.module.forward_plan(1, 1, 1, 1, 1, head_dim, head_dim_v, -1, -1, hopper.dtype_code(dtype), 0, 132)
+    except RuntimeError as error:
+        return str(error), False
     return None, False

@@ -138,7 +138,7 @@ def _attention() -> Iterator[Finding]:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     device = torch.device("cuda" if on_gpu else "cpu")
     q, k, v = make_inputs("normal", seqlen_q=128, heads=1, head_dim=128, dtype=dtype, device=device)
-    reason, _ = backends.refusal(q, 128, 128, -1, 0, 0.0, False, False)
+    reason, _ = backends.refusal(q, 128, 128, -1, 0, 0.0, False, False, 128**-0.5)
     engine = "hopper" if reason is None and backends.backend() != "tiled" else "tiled"
     if backends.backend() != "tiled" and device.type == "cuda" and hopper.module is None and _has_hopper():
         yield Finding("one tile", "not run: the kernels should serve this GPU and did not load", _PROBLEM)

@@ -77,7 +77,7 @@ def run_dense(
 ) -> tuple[_Tensor, _Tensor | None]:
     """Checked dense attention on the engine that serves it; lse may be None where it is not needed."""
     has_sink = sink is not None
-    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False):
+    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
         return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
 
@@ -92,11 +92,12 @@ def _resolve_fake(
     softcap: float,
     has_sink: bool,
     is_packed: bool,
+    softmax_scale: float,
 ) -> None:
     """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
     if backend == "hopper" or (backend == "auto" and q.device.type == "cuda"):
         sizes = (int(head_dim), int(head_dim_v), int(window_left), int(window_right))
-        resolve(backend, q, *sizes, softcap, has_sink, is_packed)
+        resolve(backend, q, *sizes, softcap, has_sink, is_packed, float(softmax_scale))
 
 
 def _dense_forward_fake(
@@ -114,7 +115,8 @@ def _dense_forward_fake(
     batch, seqlen_q, heads, head_dim, _, _, head_dim_v = checks.dense(q, k, v)
     if sink is not None:
         checks.sink(sink, heads, q.device)
-    _resolve_fake(backend, q, head_dim, head_dim_v, window_left, window_right, softcap, sink is not None, False)
+    has_sink = sink is not None
+    _resolve_fake(backend, q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, False, softmax_scale)
     out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
     return out, q.new_empty((batch, heads, seqlen_q), dtype=tiles.accumulator_dtype(q.dtype))
 
@@ -198,7 +200,8 @@ def varlen_forward(
     sizes = checks.packed(q, k, v, *packing)
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
-    resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, sink is not None, True)
+    has_sink = sink is not None
+    resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     return tiled.packed_forward(q, k, v, sink, packing, settings)
 
@@ -225,7 +228,8 @@ def _varlen_forward_fake(
     _, total_q, heads, head_dim, _, _, head_dim_v = sizes
     if sink is not None:
         checks.sink(sink, heads, q.device)
-    _resolve_fake(backend, q, head_dim, head_dim_v, window_left, window_right, softcap, sink is not None, True)
+    has_sink = sink is not None
+    _resolve_fake(backend, q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, True, softmax_scale)
     out = q.new_empty((total_q, heads, head_dim_v))
     return out, q.new_empty((heads, total_q), dtype=tiles.accumulator_dtype(q.dtype))
 

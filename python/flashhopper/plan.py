@@ -96,7 +96,8 @@ def explain(
     left, right = checks.widen_window(left, right, seqlen_q, seqlen_k)
     mask = Mask(seqlen_q, seqlen_k, left, right)
     requested = backends.backend()
-    reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, softcap, sink is not None, False)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, softcap, sink is not None, False, scale)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
     problem = (
         f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, "

@@ -107,6 +107,20 @@ def test_causal_rows_that_see_nothing(head_dim: int) -> None:
         assert problem is None, f"Sq {seqlen_q} Sk {seqlen_k}: {problem}"
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_many_tiles_without_keys(head_dim: int) -> None:
+    """Causal, seqlen_q far above seqlen_k: each CTA meets a row of empty tiles behind one with keys."""
+    seqlen_q, seqlen_k = 4096, 64
+    q, k, v = draw(17, 4, seqlen_q, seqlen_k, 16, 4, head_dim)
+    out, lse = poisoned_forward(q, k, v, True)
+    dead = seqlen_q - seqlen_k
+    assert (out[:, :dead] == 0).all()
+    assert (lse[:, :, :dead] == -float("inf")).all()
+    tail = q[:, dead:].contiguous()
+    problem = judge(out[:, dead:], lse[:, :, dead:], tail, k, v, True).problem()
+    assert problem is None, problem
+
+
 @MASKS
 def test_no_keys(causal: bool) -> None:
     q, k, v = draw(15, 2, 130, 0, 4, 2, 128)

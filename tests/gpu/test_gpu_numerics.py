@@ -85,6 +85,33 @@ def test_equal_scores(causal: bool) -> None:
     assert (lse - visible.double().log().float()).abs().max().item() < 1e-5
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("element", [9.0, 30.0])
+def test_equal_large_scores_over_a_long_context(element: float, head_dim: int) -> None:
+    """An unchanged maximum rescales by exactly 1: scores near 1e3 and 1e4, 128k keys, each worth the same."""
+    seqlen_k = 131072
+    q = torch.full((1, 64, 1, head_dim), element, dtype=torch.bfloat16, device="cuda")
+    k = torch.full((1, seqlen_k, 1, head_dim), element, dtype=torch.bfloat16, device="cuda")
+    ramp = torch.linspace(0, 1, seqlen_k, dtype=torch.float64, device="cuda").bfloat16()
+    v = ramp[None, :, None, None].expand(1, -1, 1, head_dim).contiguous()
+    out, lse = poisoned_forward(q, k, v, False)
+    assert (out.double() - ramp.double().mean()).abs().max().item() < 2e-3
+    expected = element**2 * head_dim**0.5 + math.log(seqlen_k)
+    assert (lse.double() - expected).abs().max().item() < 4e-7 * expected + 1e-4
+
+
+@MASKS
+def test_nan_queries_stay_visible(causal: bool) -> None:
+    """A query of NaN gives NaN in its row of out and lse, and nowhere else."""
+    q, k, v = draw(18, 1, 300, 300, 2, 1, 128)
+    q[0, 17] = float("nan")
+    out, lse = flashhopper.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    assert out[0, 17].isnan().all()
+    assert lse[0, :, 17].isnan().all()
+    assert out.isnan().sum().item() == out[0, 17].numel()
+    assert lse.isnan().sum().item() == 2
+
+
 @MASKS
 def test_constant_values(causal: bool) -> None:
     """Rows of P sum to 1: V constant along the sequence comes back to within its own rounding."""

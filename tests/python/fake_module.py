@@ -59,10 +59,10 @@ class FakeModule:
         return [self._row(d, dv) for d, dv in self.rows]
 
     def _row(self, head_dim: int, head_dim_v: int) -> dict[str, object]:
-        numbers = {"tile_m": 128, "tile_n": 176, "stages": 2, "q_stages": 1, "consumer_warpgroups": 2, "threads": 384}
+        numbers = {"tile_m": 128, "tile_n": 160, "stages": 2, "q_stages": 1, "consumer_warpgroups": 2, "threads": 384}
         registers = {"producer_registers": 24, "consumer_registers": 240, "smem_bytes": 200000}
         work = {"grid": 132, "tiles": 64, "flops": 1.0, "bytes": 2.0}
-        config = f"fwd_hd{head_dim}_m128_n176"
+        config = f"fwd_hd{head_dim}_m128_n160"
         return {"config": config, "head_dim": head_dim, "head_dim_v": head_dim_v, **numbers, **registers, **work}
 
     def forward_plan(self, *arguments: int) -> dict[str, object]:
@@ -70,6 +70,12 @@ class FakeModule:
         self.plan_arguments = arguments
         head_dim, head_dim_v = arguments[5:7]
         fitting = [row for row in self.rows if row[0] >= head_dim and row[1] >= head_dim_v]
+        if not fitting:
+            built = ", ".join(f"{row}/{row_v}" for row, row_v in self.rows)
+            raise RuntimeError(
+                f"no kernel was built for bf16 with head_dim {head_dim} and head_dim_v {head_dim_v} "
+                f"(built, up to: {built})"
+            )
         return self._row(*min(fitting))
 
     def forward(self, *arguments: float) -> None:

@@ -24,7 +24,15 @@ class Query:
 
 
 def resolve(requested: str, query: Query, dim: int = 128, dim_v: int = 128, **rest: object) -> bool:
-    options = {"window_left": -1, "window_right": 0, "softcap": 0.0, "has_sink": False, "is_packed": False, **rest}
+    options = {
+        "window_left": -1,
+        "window_right": 0,
+        "softcap": 0.0,
+        "has_sink": False,
+        "is_packed": False,
+        "softmax_scale": 0.1,
+        **rest,
+    }
     return backends.resolve(requested, query, dim, dim_v, **options)  # type: ignore[arg-type]
 
 
@@ -58,6 +66,9 @@ def test_the_kernels_serve() -> None:
         (Query(), {"window_left": 5}, r"sliding windows \(window_size \(5, 0\)\) are not in the Hopper kernels yet"),
         (Query(), {"window_right": 3}, "sliding windows"),
         (Query(), {"softcap": 2.0}, r"softcap \(2.0\) is not in the Hopper kernels yet"),
+        (Query(), {"softmax_scale": 0.0}, "softmax_scale is 0.0, the kernels take 1e-30 to 1e"),
+        (Query(), {"softmax_scale": -0.1}, "softmax_scale is -0.1, the kernels take"),
+        (Query(), {"softmax_scale": 1e39}, "softmax_scale is 1e"),
         (Query(), {"has_sink": True}, "attention sinks are not in the Hopper kernels yet"),
         (Query(), {"is_packed": True}, "packed sequences are not in the Hopper kernels yet"),
     ],
@@ -75,7 +86,8 @@ def test_a_build_with_few_head_sizes_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve("auto", Query(), 64, 64)
     assert not resolve("auto", Query(), 192, 128)
     with pytest.raises(
-        RuntimeError, match=r"no kernel was built for head_dim 192 with head_dim_v 128 \(built: 128/128\)"
+        RuntimeError,
+        match=r"no kernel was built for bf16 with head_dim 192 and head_dim_v 128 \(built, up to: 128/128\)",
     ):
         resolve("hopper", Query(), 192, 128)
 
@@ -159,7 +171,7 @@ def test_explain_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k = torch.randn(2, 100, 8, 128).bfloat16(), torch.randn(2, 50, 2, 128).bfloat16()
     plan = fh.explain(q, k, k, causal=True, sm_margin=2)
     assert module.plan_arguments == (2, 8, 2, 100, 50, 128, 128, -1, 0, FakeModule.BF16, 2, 132)
-    assert (plan.backend, plan.config, plan.tile_m, plan.tile_n) == ("hopper", "fwd_hd128_m128_n176", 128, 176)
+    assert (plan.backend, plan.config, plan.tile_m, plan.tile_n) == ("hopper", "fwd_hd128_m128_n160", 128, 160)
     assert (plan.grid, plan.tiles, plan.splits, plan.smem_bytes, plan.workspace_bytes) == (132, 64, 1, 200000, 130)
     assert "132 thread blocks of 384 threads" in str(plan)
     assert module.calls == []

@@ -225,7 +225,7 @@ def test_another_device_is_guarded(module: FakeModule, monkeypatch: pytest.Monke
 def test_errors_of_the_module(module: FakeModule) -> None:
     tensors = inputs()
     module.error = RuntimeError("cudaLaunchKernelExC: invalid argument (1)")
-    with pytest.raises(RuntimeError, match=r"cudaLaunchKernelExC: invalid argument \(1\); plan: .*fwd_hd64_m128_n176"):
+    with pytest.raises(RuntimeError, match=r"cudaLaunchKernelExC: invalid argument \(1\); plan: .*fwd_hd64_m128_n160"):
         fh.flash_attn_func(*tensors)
     module.error = ValueError("head_dim is 63")
     with pytest.raises(ValueError, match="head_dim is 63"):

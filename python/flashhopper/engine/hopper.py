@@ -51,9 +51,14 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return _capabilities[device]
 
 
+def dtype_code(dtype: torch.dtype) -> int:
+    """What the C ABI calls float16 and bfloat16."""
+    return int(module.BF16 if dtype is torch.bfloat16 else module.FP16)
+
+
 def copy_reason(x: torch.Tensor) -> str | None:
     """Why TMA cannot read this tensor (batch, seqlen, heads, head_dim) where it lies; None when it can."""
-    if x.stride(3) != 1 and x.shape[3] > 1:
+    if x.stride(3) != 1:
         return f"head_dim stride {x.stride(3)} is not 1"
     for dim, name in ((1, "row"), (2, "head"), (0, "batch")):
         if x.shape[dim] > 1 and x.stride(dim) % 8 != 0:
@@ -80,6 +85,9 @@ def _readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
 
 
 def _workspace(index: int, stream: int) -> Workspace:
+    # Handles 1 and 2 name the legacy and the per-thread default stream: not one stream, or not one a process.
+    if stream in (1, 2):
+        return _new_workspace(index, 0)
     if torch.cuda.is_current_stream_capturing():
         # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in
         # each replay.
@@ -154,7 +162,7 @@ def forward(
     if needs_lse or rows > spare_rows:
         lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
         lse_address = lse.data_ptr()
-    dtype = module.BF16 if q.dtype is torch.bfloat16 else module.FP16
+    dtype = dtype_code(q.dtype)
     out_row = heads * head_dim_v
     # fmt: off
     try:
@@ -195,7 +203,7 @@ def forward_plan(
         head_dim_v,
         window_left,
         window_right,
-        module.BF16 if dtype is torch.bfloat16 else module.FP16,
+        dtype_code(dtype),
         sm_margin,
         num_sms,
     )

@@ -129,7 +129,7 @@ def _dense(
     largest = torch.where(torch.isneginf(largest), torch.zeros_like(largest), largest)
     weights = torch.exp(scores - largest)
     total = weights.sum(dim=-1, keepdim=True)
-    seen = total > 0
+    seen = total != 0  # NaN stays visible
     safe = torch.where(seen, total, torch.ones_like(total))
     lse = torch.where(seen, torch.log(safe) + largest, torch.full_like(total, -math.inf))[..., 0]
     weights = (weights / safe)[..., :seqlen_k]

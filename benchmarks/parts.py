@@ -73,6 +73,8 @@ def gpu_tests(rounds: int) -> dict[str, Any]:
             "tests/gpu",
             "-q",
             "--no-header",
+            "-p",
+            "no:benchmark",  # the plugin, where installed, warns about xdist, and warnings are errors
             "--tb=short",
             *workers,
         ]

@@ -56,6 +56,14 @@ def _elapsed_ms(call: Call, launches: int, lead_ms: float) -> float:
     return start.elapsed_time(stop) / launches
 
 
+def _settle(contender: Contender) -> None:
+    """Runs the contender untimed for as long as it will be timed: the card is power limited, and its clock remembers
+    for tens of milliseconds how much power the kernel before drew."""
+    for _ in range(contender.launches):
+        contender.call()
+    torch.cuda.synchronize()
+
+
 def _warm_up(contender: Contender) -> None:
     """Compiles, allocates, finds the host cost of a call and how many launches fill a measurement."""
     contender.call()
@@ -86,6 +94,7 @@ def measure(contenders: Sequence[Contender], rounds: int) -> None:
             for contender in alive[shift:] + alive[:shift]:
                 lead_ms = 0.1 + min(60.0, contender.host_ms * contender.launches)
                 try:
+                    _settle(contender)
                     contender.times_ms.append(_elapsed_ms(contender.call, contender.launches, lead_ms))
                 except Exception as error:
                     contender.error = describe(error)

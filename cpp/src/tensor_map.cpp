@@ -34,6 +34,33 @@ cuuint64_t stride_bytes(int64_t stride, int64_t extent, int64_t contiguous) {
   return static_cast<cuuint64_t>((extent > 1 ? stride : contiguous) * 2);
 }
 
+// What a tensor map is made of. The map depends on nothing else, so one made earlier serves again, whatever the memory
+// holds by now.
+struct Key {
+  void* data;
+  cuuint64_t extents[4];
+  cuuint64_t strides[3];
+  int32_t dtype, box_rows, box_columns, unused;
+
+  bool operator==(Key const&) const = default;
+
+  size_t slot(size_t slots) const {
+    uint64_t hash = reinterpret_cast<uintptr_t>(data) >> 4;
+    for (uint64_t part : {extents[0], extents[1], strides[0], static_cast<cuuint64_t>(box_rows)}) {
+      hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
+    }
+    return (hash >> 40) % slots;
+  }
+};
+
+// Encoding costs the host more than finding: each thread remembers its last maps.
+struct Remembered {
+  Key key{};
+  CUtensorMap map{};
+};
+constexpr size_t kRemembered = 256;
+thread_local Remembered remembered[kRemembered];
+
 }  // namespace
 
 flashhopper_status require_tma() {
@@ -49,23 +76,35 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   // Innermost first: head_dim, seqlen, heads, batch. Empty tensors get one row that nobody loads.
   auto const at_least_one = [](int64_t extent) { return static_cast<cuuint64_t>(extent > 0 ? extent : 1); };
   int64_t const row = (spec.head_dim + 7) / 8 * 8;
-  cuuint64_t const extents[4] = {at_least_one(spec.head_dim), at_least_one(spec.seqlen), at_least_one(spec.heads),
-                                 at_least_one(spec.batch)};
-  cuuint64_t const strides[3] = {stride_bytes(spec.tensor.row_stride, spec.seqlen, row),
-                                 stride_bytes(spec.tensor.head_stride, spec.heads, row),
-                                 stride_bytes(spec.tensor.batch_stride, spec.batch, row)};
+  Key const key{
+      spec.tensor.data,
+      {at_least_one(spec.head_dim), at_least_one(spec.seqlen), at_least_one(spec.heads), at_least_one(spec.batch)},
+      {stride_bytes(spec.tensor.row_stride, spec.seqlen, row), stride_bytes(spec.tensor.head_stride, spec.heads, row),
+       stride_bytes(spec.tensor.batch_stride, spec.batch, row)},
+      spec.dtype,
+      spec.box_rows,
+      spec.box_columns,
+      0};
+  Remembered& entry = remembered[key.slot(kRemembered)];
+  if (entry.key == key) {
+    *map = entry.map;
+    return FLASHHOPPER_OK;
+  }
   cuuint32_t const box[4] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   CUtensorMapDataType const type =
       spec.dtype == FLASHHOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMapSwizzle const swizzle = spec.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  CUresult const result = encoder().encode(map, type, 4, spec.tensor.data, extents, strides, box, element_strides,
-                                           CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result == CUDA_SUCCESS) return FLASHHOPPER_OK;
+  CUresult const result = encoder().encode(map, type, 4, spec.tensor.data, key.extents, key.strides, box,
+                                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) {
+    entry = {key, *map};
+    return FLASHHOPPER_OK;
+  }
   return set_error(FLASHHOPPER_INVALID_ARGUMENT, spec.name, " cannot be moved by TMA (CUresult ",
-                   static_cast<int>(result), "): address ", spec.tensor.data, ", strides in bytes row ", strides[0],
-                   ", head ", strides[1], ", batch ", strides[2],
+                   static_cast<int>(result), "): address ", spec.tensor.data, ", strides in bytes row ", key.strides[0],
+                   ", head ", key.strides[1], ", batch ", key.strides[2],
                    "; the address and each stride must be multiples of 16 bytes, strides under 2^40: pass ", spec.name,
                    ".contiguous()");
 }

@@ -18,12 +18,12 @@ from benchmarks.peers import NAMES, load_all
 def main(
     preset: Annotated[str, typer.Option(help=f"one of {', '.join(PRESETS)}")] = "issue2",
     cells: Annotated[
-        str, typer.Option(help="cells instead of a preset, e.g. bf16:128:causal:8192,bf16:64:full:2048")
+        str, typer.Option(help="cells instead of a preset, e.g. bf16:128:causal:8192,bwd:bf16:64:full:2048")
     ] = "",
     only: Annotated[
         str, typer.Option(help="keep the cells whose name contains one of these, e.g. bf16:128,causal")
     ] = "",
-    ops: Annotated[str, typer.Option(help="fwd, host")] = "fwd,host",
+    ops: Annotated[str, typer.Option(help="fwd, bwd, host: which to time")] = "fwd,bwd,host",
     peers: Annotated[str, typer.Option(help=f"comma-separated: {', '.join(NAMES)}")] = ",".join(NAMES),
     rounds: Annotated[int, typer.Option(min=3, help="interleaved rounds; the median counts")] = 5,
     seed: Annotated[int, typer.Option()] = 0,
@@ -53,8 +53,9 @@ def main(
     if "host" in ops.split(","):
         for row in harness.time_host(contenders, rounds, seed):
             keep(row)
-    if "fwd" in ops.split(","):
-        harness.time_forward(chosen, contenders, rounds, seed, keep)
+    for op, time_cells in (("fwd", harness.time_forward), ("bwd", harness.time_backward)):
+        if op in ops.split(","):
+            time_cells([cell for cell in chosen if cell.op == op], contenders, rounds, seed, keep)
     print("\n".join(harness.error_lines(report["bench"])))
     print(f"{report['gpu']}, torch {report['torch']}, {time.monotonic() - begin:.0f} s")
     print(harness.table(report["bench"]), flush=True)

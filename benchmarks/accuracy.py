@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,14 +58,23 @@ def _function(module: str) -> Attend:
     return attend
 
 
-def _contenders() -> dict[str, Attend]:
+LOADERS: dict[str, Callable[[], Attend]] = {
+    "flashhopper": lambda: _function("flashhopper"),
+    "cudnn": lambda: _cudnn,
+    "fa3": lambda: _function("fa3_fwd_interface"),
+}
+
+
+def contenders(names: Sequence[str] = tuple(LOADERS)) -> dict[str, Attend]:
+    """flashhopper on its kernels, and the peers of these names that import."""
     importlib.import_module("flashhopper").set_backend("hopper")
-    contenders = {"flashhopper": _function("flashhopper"), "cudnn": _cudnn}
-    try:
-        contenders["fa3"] = _function("fa3_fwd_interface")
-    except Exception as error:  # a peer that does not import is missing from the rows, and said to be
-        print(f"fa3: UNAVAILABLE {describe(error)}", flush=True)
-    return contenders
+    found = {}
+    for name in names:
+        try:
+            found[name] = LOADERS[name]()
+        except Exception as error:  # a peer that does not import is missing from the rows, and said to be
+            print(f"{name}: UNAVAILABLE {describe(error)}", flush=True)
+    return found
 
 
 def _problems() -> Iterator[Problem]:
@@ -111,7 +120,7 @@ def exact(problem: Problem, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.stack(batches)
 
 
-def _row(problem: Problem, contenders: dict[str, Attend]) -> dict[str, Any]:
+def _row(problem: Problem, attends: dict[str, Attend]) -> dict[str, Any]:
     from flashhopper.testing import error_metrics
 
     reference = exact(problem)
@@ -133,7 +142,7 @@ def _row(problem: Problem, contenders: dict[str, Attend]) -> dict[str, Any]:
     }
     if problem.layer is not None:
         row["layer"] = problem.layer
-    for name, attend in contenders.items():
+    for name, attend in attends.items():
         try:
             with torch.no_grad():
                 metrics = error_metrics(
@@ -151,11 +160,11 @@ def _row(problem: Problem, contenders: dict[str, Attend]) -> dict[str, Any]:
 
 def measure(rounds: int) -> list[dict[str, Any]]:
     """All rows; `rounds` is not used, errors do not vary from run to run."""
-    contenders = _contenders()
+    attends = contenders()
     rows = []
     for problem in _problems():
         faulthandler.dump_traceback_later(ROW_SECONDS, exit=True)
-        rows.append(_row(problem, contenders))
+        rows.append(_row(problem, attends))
         faulthandler.cancel_dump_traceback_later()
     print(table(rows), flush=True)
     for name, error in sorted({(name, error) for row in rows for name, error in row["errors"].items()}):
@@ -170,6 +179,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"{'family':10}{'dtype':6}{'rows':>5}{'rel. rmse':>11}{'ours/fa3':>10}{'ours/cudnn':>11}{'max error rule':>16}"
     ]
+    rows = [row for row in rows if row["op"] == "fwd"]
     for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
         mine = [r for r in rows if (r["family"], r["dtype"]) == (family, dtype) and "relative_rmse" in r]
         total = sum((r["family"], r["dtype"]) == (family, dtype) for r in rows)

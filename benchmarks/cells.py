@@ -1,10 +1,12 @@
 """Benchmark cells: one problem size each, their textual form and the named presets. Standard library only.
 
-A cell reads `dtype:head_dim:mask:seqlen` plus optional `key=value` fields, for example
+A cell reads `dtype:head_dim:mask:seqlen` plus optional `key=value` fields, with `bwd:` before it for the backward pass,
+for example
 
     bf16:128:causal:8192                       16384 tokens in all, heads * head_dim = 2048
     bf16:192/128:full:4096                     head_dim of v differs
     bf16:128:causal:sq=300:sk=77:b=2:h=4:kvh=2
+    bwd:bf16:128:causal:8192                   the gradients of the first
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ WIDTH = 2048  # heads * head_dim, likewise
 
 DTYPES = ("bf16", "fp16")
 MASKS = ("full", "causal")
+OPS = ("fwd", "bwd")
+BACKWARD_FLOPS = 2.5  # five GEMMs where the forward has two
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class Cell:
     kv_heads: int
     seqlen_q: int
     seqlen_k: int
+    op: str = "fwd"
 
     @property
     def kept_scores(self) -> int:
@@ -44,7 +49,12 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Two GEMMs over the whole score matrix, halved when causal: the convention of every published table."""
+        """Two GEMMs over the whole score matrix (backward: 2.5 times that), halved when causal: the convention of every
+        published table."""
+        return self._forward_flops * (BACKWARD_FLOPS if self.op == "bwd" else 1.0)
+
+    @property
+    def _forward_flops(self) -> float:
         whole = 2.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * (self.head_dim + self.head_dim_v)
         if not self.causal:
             return whole
@@ -55,9 +65,11 @@ class Cell:
     @property
     def name(self) -> str:
         dims = str(self.head_dim) if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        head = f"{self.dtype}:{dims}:{'causal' if self.causal else 'full'}"
+        op = "" if self.op == "fwd" else f"{self.op}:"
+        head = f"{op}{self.dtype}:{dims}:{'causal' if self.causal else 'full'}"
         square = self.seqlen_q == self.seqlen_k
-        if square and self == paper_cell(self.dtype, self.head_dim, self.causal, self.seqlen_q, self.head_dim_v):
+        paper = paper_cell(self.dtype, self.head_dim, self.causal, self.seqlen_q, self.head_dim_v, self.op)
+        if square and self == paper:
             return f"{head}:{self.seqlen_q}"
         size = str(self.seqlen_q) if square else f"sq={self.seqlen_q}:sk={self.seqlen_k}"
         groups = "" if self.kv_heads == self.heads else f":kvh={self.kv_heads}"
@@ -65,21 +77,27 @@ class Cell:
 
     def as_row(self) -> dict[str, object]:
         """The fields of a record row that describe the shape (results schema)."""
-        return {**asdict(self), "window": [-1, 0] if self.causal else [-1, -1]}
+        shape = {name: value for name, value in asdict(self).items() if name != "op"}
+        return {**shape, "window": [-1, 0] if self.causal else [-1, -1]}
 
 
-def paper_cell(dtype: str, head_dim: int, causal: bool, seqlen: int, head_dim_v: int | None = None) -> Cell:
+def paper_cell(
+    dtype: str, head_dim: int, causal: bool, seqlen: int, head_dim_v: int | None = None, op: str = "fwd"
+) -> Cell:
     """The cell with 16k tokens and heads * head_dim = 2048."""
     heads = max(1, WIDTH // head_dim)
     batch = max(1, TOKENS // max(1, seqlen))
-    return Cell(dtype, head_dim, head_dim_v or head_dim, causal, batch, heads, heads, seqlen, seqlen)
+    return Cell(dtype, head_dim, head_dim_v or head_dim, causal, batch, heads, heads, seqlen, seqlen, op)
 
 
 def parse_cell(text: str) -> Cell:
     """Reads one cell; ValueError names the part that is wrong."""
     parts = text.strip().split(":")
+    op = parts.pop(0) if parts[0] in OPS else "fwd"
     if len(parts) < 4:
-        raise ValueError(f"cell {text!r}: expected dtype:head_dim:mask:seqlen[:key=value...], got {len(parts)} parts")
+        raise ValueError(
+            f"cell {text!r}: expected [bwd:]dtype:head_dim:mask:seqlen[:key=value...], got {len(parts)} parts"
+        )
     dtype, dims, mask = parts[:3]
     if dtype not in DTYPES:
         raise ValueError(f"cell {text!r}: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -109,28 +127,34 @@ def parse_cell(text: str) -> Cell:
         kv_heads=fields.get("kvh", heads),
         seqlen_q=seqlen_q,
         seqlen_k=fields.get("sk", fields.get("s", seqlen_q)),
+        op=op,
     )
 
 
-def _issue2() -> list[Cell]:
+SEQLENS = (2048, 8192, 16384)
+DIMS = ((64, 64), (128, 128), (256, 256))
+OTHER_DIMS = ((96, 96), (192, 192), (192, 128))
+_Dims = tuple[tuple[int, int], ...]
+
+
+def _grid(op: str, dtypes: tuple[str, ...], dims: _Dims, seqlens: tuple[int, ...]) -> list[Cell]:
     return [
-        paper_cell(dtype, head_dim, causal, seqlen)
-        for dtype in DTYPES
-        for head_dim in (64, 128, 256)
+        paper_cell(dtype, head_dim, causal, seqlen, head_dim_v, op)
+        for dtype in dtypes
+        for head_dim, head_dim_v in dims
         for causal in (False, True)
-        for seqlen in (2048, 8192, 16384)
+        for seqlen in seqlens
     ]
 
 
 PRESETS: dict[str, list[Cell]] = {
-    "issue2": _issue2(),
+    "issue2": _grid("fwd", DTYPES, DIMS, SEQLENS),
     # One cell per kernel of interest: enough to see whether a change helped.
-    "quick": [paper_cell("bf16", d, causal, 8192) for d in (64, 128, 256) for causal in (False, True)],
-    "head_dims": [
-        paper_cell("bf16", d, causal, 8192, dv)
-        for d, dv in ((96, 96), (192, 192), (192, 128))
-        for causal in (False, True)
-    ],
+    "quick": _grid("fwd", ("bf16",), DIMS, (8192,)),
+    "head_dims": _grid("fwd", ("bf16",), OTHER_DIMS, (8192,)),
+    "issue3": _grid("bwd", ("bf16",), DIMS, SEQLENS),
+    "bwd_quick": _grid("bwd", ("bf16",), DIMS, (8192,)),
+    "bwd_head_dims": _grid("bwd", ("bf16",), OTHER_DIMS, (8192,)),
 }
 
 

@@ -15,13 +15,15 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cells import Cell
-from benchmarks.oracle import attend_rows, sampled_rows
-from benchmarks.peers import TORCH_DTYPES, Peer, inputs
+from benchmarks.cells import Cell, parse_cell
+from benchmarks.oracle import attend_rows, gradient_errors, sampled_rows
+from benchmarks.peers import TORCH_DTYPES, Peer, inputs, load_deterministic, output_gradient
 from benchmarks.timing import Contender, describe, measure, tflops
 
 Row = dict[str, Any]
 OURS = "flashhopper"
+DETERMINISTIC = "flashhopper_det"
+DETERMINISTIC_CELL = parse_cell("bwd:bf16:128:causal:8192")  # where a row says what bit-equal gradients cost
 CELL_SECONDS = 120  # a cell that takes longer hangs: the process ends with a traceback, earlier rows are on disk
 HOST_BATCHES, HOST_BATCH = 4, 250  # 1000 calls, waited for so rarely that the launch queue neither drains nor fills
 
@@ -56,12 +58,13 @@ def _row(op: str, cell: Cell, unit: str, contenders: Iterable[Contender], value:
 
 
 def _contenders(peers: Sequence[Peer], cell: Cell, tensors: tuple[torch.Tensor, ...]) -> list[Contender]:
+    """tensors: q, k, v, and dout for a backward cell."""
     contenders = []
     for peer in peers:
         contender = Contender(peer.name, lambda: None, error=peer.unavailable)
-        if peer.prepare is not None:
+        if peer.unavailable is None:
             try:
-                contender.call = peer.prepare(cell, *tensors)
+                contender.call = peer.call(cell, *tensors)
             except Exception as error:  # a peer that refuses the shape is reported, not fatal
                 contender.error = describe(error)
         contenders.append(contender)
@@ -105,6 +108,46 @@ def time_forward(
         row = _row("fwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
         faulthandler.cancel_dump_traceback_later()
         rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return rows
+
+
+def _check_gradients(contender: Contender, cell: Cell, tensors: tuple[torch.Tensor, ...]) -> None:
+    """Gives the contender an error where its gradients are not those of the inputs."""
+    try:
+        gradients: Any = contender.call()
+        wrong = gradient_errors(gradients, *tensors, cell.causal).wrong
+        contender.error = "wrong result: " + "; ".join(wrong) if wrong else None
+    except Exception as error:
+        contender.error = describe(error)
+
+
+def time_backward(
+    cells: Sequence[Cell],
+    peers: Sequence[Peer],
+    rounds: int,
+    seed: int = 0,
+    on_row: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """One row a backward cell, in TFLOP/s: autograd.grad over the graph of one forward, alike for every contender."""
+    rows = []
+    for index, cell in enumerate(cells):
+        faulthandler.dump_traceback_later(CELL_SECONDS, exit=True)
+        tensors = (*inputs(cell, seed + index), output_gradient(cell, seed + index))
+        taking_part = list(peers)
+        if cell == DETERMINISTIC_CELL and any(peer.name == OURS for peer in peers):
+            taking_part.append(load_deterministic())
+        contenders = _contenders(taking_part, cell, tensors)
+        for contender in contenders:
+            if contender.name in (OURS, DETERMINISTIC) and contender.error is None:
+                _check_gradients(contender, cell, tensors)
+        torch.cuda.empty_cache()  # gives back the score matrices of the check: up to 15 GB
+        measure([c for c in contenders if c.error is None], rounds)
+        row = _row("bwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
+        faulthandler.cancel_dump_traceback_later()
+        rows.append(row)
+        del contenders  # they hold this cell's graphs
         if on_row is not None:
             on_row(row)
     return rows
@@ -156,7 +199,8 @@ def time_host(peers: Sequence[Peer], rounds: int = 5, seed: int = 0) -> list[Row
 
 
 def cell_of(row: Row) -> Cell:
-    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__})
+    """The shape of a row; its op is the row's."""
+    return Cell(**{name: row[name] for name in Cell.__dataclass_fields__ if name != "op"})
 
 
 def best_peer(row: Row, names: Sequence[str] = ("fa3", "fa4", "cudnn", "sdpa")) -> tuple[str, float] | None:
@@ -182,9 +226,10 @@ def table(rows: Sequence[Row]) -> str:
     names = list(dict.fromkeys(n for row in rows for n in (*row["value"], *row["errors"])))
     label = {id(row): f"{row['op']} {cell_of(row).name}" for row in rows}
     width = max([len(text) for text in label.values()] + [4])
-    lines = ["cell".ljust(width) + "".join(n.rjust(12) for n in names) + "   ours/best  spread"]
+    column = max([12, *(len(name) + 1 for name in names)])
+    lines = ["cell".ljust(width) + "".join(n.rjust(column) for n in names) + "   ours/best  spread"]
     for row in rows:
-        numbers = "".join((f"{row['value'][n]:.1f}" if n in row["value"] else "-").rjust(12) for n in names)
+        numbers = "".join((f"{row['value'][n]:.1f}" if n in row["value"] else "-").rjust(column) for n in names)
         best, relative = best_peer(row), ratio(row)
         verdict = f"{relative:.3f} {best[0]}" if best is not None and not math.isnan(relative) else "-"
         spread = max(row["spread"].values(), default=math.nan)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, harness, large
+from benchmarks import accuracy, accuracy_backward, harness, large
 from benchmarks.cells import PRESETS
 from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
@@ -23,13 +23,21 @@ TESTS_SECONDS = 420
 TOOL_SECONDS = 100  # for each tool of compute-sanitizer
 
 
-def bench_fwd(rounds: int) -> list[harness.Row]:
-    def show(row: harness.Row) -> None:
-        values = " ".join(f"{name} {value:.0f}" for name, value in row["value"].items())
-        print(f"{harness.cell_of(row).name}: {values}", flush=True)
+def _show(row: harness.Row) -> None:
+    values = " ".join(f"{name} {value:.0f}" for name, value in row["value"].items())
+    print(f"{row['op']} {harness.cell_of(row).name}: {values}", flush=True)
 
-    peers = load_all(list(NAMES))
-    rows = harness.time_forward(PRESETS["issue2"] + PRESETS["head_dims"], peers, rounds, on_row=show)
+
+def bench_fwd(rounds: int) -> list[harness.Row]:
+    cells = PRESETS["issue2"] + PRESETS["head_dims"]
+    rows = harness.time_forward(cells, load_all(list(NAMES)), rounds, on_row=_show)
+    print("\n".join(harness.error_lines(rows)))
+    return rows
+
+
+def bench_bwd(rounds: int) -> list[harness.Row]:
+    cells = PRESETS["issue3"] + PRESETS["bwd_head_dims"]
+    rows = harness.time_backward(cells, load_all(list(NAMES)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
 
@@ -137,7 +145,8 @@ def sanitizer(rounds: int) -> dict[str, str]:
 RUNNERS: dict[str, Callable[[int], Any]] = {
     "bench:host": bench_host,
     "bench:fwd": bench_fwd,
-    "accuracy": accuracy.measure,
+    "bench:bwd": bench_bwd,
+    "accuracy": lambda rounds: accuracy.measure(rounds) + accuracy_backward.measure(rounds),
     "large": large.measure,
     "tests": gpu_tests,
     "sanitizer": sanitizer,
@@ -149,6 +158,8 @@ def summary(record: dict[str, Any]) -> str:
     lines = [harness.table(record["bench"])] if record["bench"] else []
     if "accuracy" in record:
         lines.append(accuracy.table(record["accuracy"]))
+        backward = [row for row in record["accuracy"] if row["op"] == "bwd"]
+        lines += [accuracy_backward.table(backward)] if backward else []
     if "large" in record:
         lines += [large.line(row) for row in record["large"]]
     if "tests" in record:

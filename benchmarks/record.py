@@ -21,7 +21,7 @@ from benchmarks import digest
 SCHEMA = 1
 RECORD = digest.ROOT / "benchmarks" / "results" / "h200" / "record.json"
 # In the order in which they run: what a short run must not miss comes first.
-PARTS = ("bench:host", "bench:fwd", "accuracy", "large", "tests", "sanitizer")
+PARTS = ("bench:host", "bench:fwd", "bench:bwd", "accuracy", "large", "tests", "sanitizer")
 Record = dict[str, Any]
 
 

@@ -1,4 +1,5 @@
-"""A few tiny problems through the C ABI, for compute-sanitizer: each kernel, both masks, ragged edges, GQA, a view.
+"""A few tiny problems through the C ABI, for compute-sanitizer: each kernel, both masks, ragged edges, GQA, forward and
+backward, with and without a fixed order of additions.
 
 Inputs come from the CPU, so that the instrumented process launches little but the kernels under test.
 """
@@ -8,22 +9,47 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from benchmarks.abi import Library
+from benchmarks.abi import Library, Tensors
 from benchmarks.peers import TORCH_DTYPES
 
-# dtype, head_dim, head_dim_v, causal, batch, heads, kv_heads, seqlen_q, seqlen_k
-CASES = (
-    ("bf16", 64, 64, True, 1, 2, 1, 130, 200),
-    ("bf16", 64, 64, False, 2, 1, 1, 65, 300),
-    ("fp16", 128, 128, True, 1, 2, 1, 200, 77),
-    ("bf16", 128, 128, False, 1, 2, 2, 129, 360),
-    ("bf16", 96, 96, True, 1, 1, 1, 150, 150),
-    ("bf16", 192, 128, True, 1, 1, 1, 130, 130),
-    ("fp16", 200, 200, False, 1, 1, 1, 70, 190),
-    ("bf16", 256, 256, True, 1, 1, 1, 140, 180),
+
+class Case(NamedTuple):
+    dtype: str
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+FORWARD = (
+    Case("bf16", 64, 64, True, 1, 2, 1, 130, 200),
+    Case("bf16", 64, 64, False, 2, 1, 1, 65, 300),
+    Case("fp16", 128, 128, True, 1, 2, 1, 200, 77),
+    Case("bf16", 128, 128, False, 1, 2, 2, 129, 360),
+    Case("bf16", 96, 96, True, 1, 1, 1, 150, 150),
+    Case("bf16", 192, 128, True, 1, 1, 1, 130, 130),
+    Case("fp16", 200, 200, False, 1, 1, 1, 70, 190),
+    Case("bf16", 256, 256, True, 1, 1, 1, 140, 180),
+)
+# (case, deterministic)
+BACKWARD = (
+    (Case("bf16", 64, 64, True, 1, 2, 1, 130, 200), False),
+    (Case("fp16", 64, 64, False, 2, 2, 2, 65, 150), True),
+    (Case("bf16", 96, 96, True, 1, 1, 1, 150, 150), False),
+    (Case("bf16", 128, 128, True, 1, 4, 2, 200, 77), True),
+    (Case("fp16", 128, 128, False, 1, 2, 1, 129, 190), False),
+    (Case("bf16", 192, 128, True, 1, 1, 1, 130, 130), False),
+    (Case("fp16", 192, 192, False, 1, 2, 1, 70, 190), True),
+    (Case("bf16", 200, 200, True, 1, 1, 1, 100, 65), False),
+    (Case("bf16", 256, 256, True, 1, 2, 2, 140, 180), True),
 )
 
 
@@ -38,38 +64,75 @@ def library_path() -> Path:
     raise SystemExit("no libflashhopper.so: install the package or name the library")
 
 
+def _inputs(case: Case, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+    """q, k, v and dout on the CPU."""
+    shapes = (
+        (case.batch, case.seqlen_q, case.heads, case.head_dim),
+        (case.batch, case.seqlen_k, case.kv_heads, case.head_dim),
+        (case.batch, case.seqlen_k, case.kv_heads, case.head_dim_v),
+        (case.batch, case.seqlen_q, case.heads, case.head_dim_v),
+    )
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(TORCH_DTYPES[case.dtype]) for shape in shapes)
+    return (q, k, v), dout
+
+
+def _attend(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in float64, differentiable. Judged on the CPU: a comparison there launches nothing."""
+    group = case.heads // case.kv_heads
+    kt, vt = (x.double().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    scores = q.double().transpose(1, 2) @ kt.transpose(2, 3) * case.head_dim**-0.5
+    dead = torch.zeros(case.seqlen_q, 1, dtype=torch.bool)
+    if case.causal:
+        last_key = torch.arange(case.seqlen_q)[:, None] + case.seqlen_k - case.seqlen_q
+        dead = last_key < 0  # finite scores and no weight: NaN would reach the gradients
+        scores = scores.masked_fill((torch.arange(case.seqlen_k)[None] > last_key) & ~dead, -torch.inf)
+    out = (scores.softmax(-1).masked_fill(dead, 0.0) @ vt).transpose(1, 2)
+    return out, scores.logsumexp(-1).masked_fill(dead[:, 0], -torch.inf)
+
+
+def _run_forward(library: Library, case: Case, generator: torch.Generator) -> float:
+    inputs, _ = _inputs(case, generator)
+    q, k, v = (x.cuda() for x in inputs)
+    expected, expected_lse = _attend(case, *inputs)
+    out = torch.full(expected.shape, float("nan"), dtype=q.dtype).cuda()
+    lse = torch.full(expected_lse.shape, float("nan")).cuda()
+    library.launch(library.params(q, k, v, out, lse, causal=case.causal))
+    torch.cuda.synchronize()
+    return (out.cpu().double() - expected).abs().max().item()
+
+
+def _run_backward(library: Library, case: Case, deterministic: bool, generator: torch.Generator) -> float:
+    """The largest error of dq, dk and dv, against the largest element of each where that exceeds 1."""
+    inputs, dout = _inputs(case, generator)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    out, lse = _attend(case, *leaves)
+    expected = torch.autograd.grad(out, leaves, dout.double())
+    results = (out.detach().to(dout.dtype).contiguous().cuda(), lse.detach().float().contiguous().cuda())
+    gradients = library.backward(
+        dout.cuda(), *(x.cuda() for x in inputs), *results, causal=case.causal, deterministic=deterministic
+    )
+    torch.cuda.synchronize()
+    errors = [
+        (mine.cpu().double() - right).abs().max().item() / max(1.0, right.abs().max().item())
+        for mine, right in zip(gradients, expected, strict=True)
+    ]
+    return max(float("inf") if error != error else error for error in errors)  # NaN would not be the largest
+
+
 def main() -> int:
     library = Library(library_path())
     generator = torch.Generator().manual_seed(0)
+    results = [("forward", case, _run_forward(library, case, generator)) for case in FORWARD]
+    for case, deterministic in BACKWARD:
+        name = "deterministic backward" if deterministic else "backward"
+        results.append((name, case, _run_backward(library, case, deterministic, generator)))
     wrong = 0
-    for dtype, head_dim, head_dim_v, causal, batch, heads, kv_heads, seqlen_q, seqlen_k in CASES:
-        kind = TORCH_DTYPES[dtype]
-        qkv = [
-            torch.randn(batch, seqlen, count, width, generator=generator).to(kind)
-            for seqlen, count, width in (
-                (seqlen_q, heads, head_dim),
-                (seqlen_k, kv_heads, head_dim),
-                (seqlen_k, kv_heads, head_dim_v),
-            )
-        ]
-        q, k, v = (x.cuda() for x in qkv)
-        out = torch.full((batch, seqlen_q, heads, head_dim_v), float("nan"), dtype=kind).cuda()
-        lse = torch.full((batch, heads, seqlen_q), float("nan")).cuda()
-        library.launch(library.params(q, k, v, out, lse, causal=causal))
-        torch.cuda.synchronize()
-        # Judged on the CPU: a comparison there launches nothing.
-        group = heads // kv_heads
-        kt, vt = (x.double().repeat_interleave(group, 2).transpose(1, 2) for x in qkv[1:])
-        scores = qkv[0].double().transpose(1, 2) @ kt.transpose(2, 3) * head_dim**-0.5
-        if causal:
-            hidden = torch.arange(seqlen_k)[None] > torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-            scores = scores.masked_fill(hidden, -torch.inf)
-        expected = (scores.softmax(-1).nan_to_num(0.0) @ vt).transpose(1, 2)
-        error = (out.cpu().double() - expected).abs().max().item()
-        good = error < 2e-2
-        wrong += not good
+    for name, case, error in results:
+        wrong += not error < 2e-2
         print(
-            f"{dtype} d{head_dim}/{head_dim_v} causal={causal} Sq{seqlen_q} Sk{seqlen_k}: error {error:.1e}", flush=True
+            f"{name} {case.dtype} d{case.head_dim}/{case.head_dim_v} causal={case.causal}"
+            f" H{case.heads}:{case.kv_heads} Sq{case.seqlen_q} Sk{case.seqlen_k}: error {error:.1e}",
+            flush=True,
         )
     print(f"subset done, {wrong} wrong", flush=True)
     return 1 if wrong else 0

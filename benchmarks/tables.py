@@ -20,7 +20,8 @@ from benchmarks.digest import ROOT
 from benchmarks.record import RECORD, Record, load
 
 MARKED = re.compile(r"(<!-- figures:begin ?([\w-]*) ?-->\n).*?(<!-- figures:end -->)", re.DOTALL)
-OURS = "flashhopper"
+OURS, DETERMINISTIC = "flashhopper", "flashhopper_det"
+GRADIENTS = ("dq", "dk", "dv")
 TITLES = {OURS: "flashhopper", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "sdpa": "SDPA (FA2)"}
 NOTHING = "*Not measured yet.*"
 
@@ -36,7 +37,7 @@ def _peers(rows: list[dict[str, Any]]) -> list[str]:
 
 def _best(row: dict[str, Any]) -> float | None:
     """The best peer's value: the largest rate, the smallest time."""
-    values = [value for name, value in row["value"].items() if name != OURS]
+    values = [value for name, value in row["value"].items() if name not in (OURS, DETERMINISTIC)]
     return (min(values) if row["unit"] == "us" else max(values)) if values else None
 
 
@@ -45,10 +46,7 @@ def _ratio(row: dict[str, Any]) -> float | None:
     return ours / best if best and ours else None
 
 
-def _forward(record: Record, dtype: str) -> str:
-    rows = [row for row in record["bench"] if row["op"] == "fwd" and row["dtype"] == dtype]
-    if not rows:
-        return NOTHING
+def _speeds(rows: list[dict[str, Any]]) -> str:
     names = _peers(rows)
     body = []
     for row in rows:
@@ -57,8 +55,30 @@ def _forward(record: Record, dtype: str) -> str:
         numbers = [f"{row['value'][name]:.0f}" if name in row["value"] else "-" for name in names]
         mask = "causal" if row["causal"] else "full"
         body.append([dims, mask, str(row["seqlen_q"]), *numbers, f"{ratio:.2f}" if ratio else "-"])
-    header = ["head_dim", "mask", "seqlen", *(TITLES[name] for name in names), "of the best peer"]
-    return f"Forward, {dtype}, TFLOP/s (16k tokens, heads x head_dim = 2048):\n\n" + _grid(header, body)
+    return _grid(["head_dim", "mask", "seqlen", *(TITLES[name] for name in names), "of the best peer"], body)
+
+
+def _forward(record: Record, dtype: str) -> str:
+    rows = [row for row in record["bench"] if row["op"] == "fwd" and row["dtype"] == dtype]
+    if not rows:
+        return NOTHING
+    return f"Forward, {dtype}, TFLOP/s (16k tokens, heads x head_dim = 2048):\n\n" + _speeds(rows)
+
+
+def _backward(record: Record) -> str:
+    """Empty where nothing is measured, so that a page need not say so."""
+    rows = [row for row in record["bench"] if row["op"] == "bwd" and row["dtype"] == "bf16"]
+    if not rows:
+        return ""
+    title = "Backward, bf16, TFLOP/s (the same shapes, 2.5 times the forward's FLOPs; FA3's package has no backward):"
+    lines = [title, "", _speeds(rows)]
+    for row in rows:
+        speed, ours = row["value"].get(DETERMINISTIC), row["value"].get(OURS)
+        if speed and ours:
+            mask = "causal" if row["causal"] else "full"
+            where = f"head_dim {row['head_dim']}, {mask}, {row['seqlen_q']}"
+            lines += ["", f"With deterministic=True, {where}: {speed:.0f}, {speed / ours:.2f} times the default."]
+    return "\n".join(lines)
 
 
 def _host(record: Record) -> str:
@@ -80,7 +100,7 @@ def _host(record: Record) -> str:
 
 
 def _accuracy(record: Record) -> str:
-    rows = [row for row in record.get("accuracy", []) if "relative_rmse" in row]
+    rows = [row for row in record.get("accuracy", []) if row["op"] == "fwd" and "relative_rmse" in row]
     if not rows:
         return NOTHING
     body = []
@@ -93,6 +113,30 @@ def _accuracy(record: Record) -> str:
         body.append([family, dtype, str(len(mine)), *cells])
     header = ["inputs", "dtype", "cases", "relative rmse", "max error", "rmse / FA3's", "rmse / cuDNN's"]
     title = "Error against float64, the worst of head_dim 64, 128, 256, full and causal, 2k to 128k keys:\n\n"
+    return title + _grid(header, body)
+
+
+def _gradient_accuracy(record: Record) -> str:
+    rows = [row for row in record.get("accuracy", []) if row["op"] == "bwd" and "gradients" in row]
+    if not rows:
+        return ""
+    body = []
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in rows):
+        mine = [row for row in rows if (row["family"], row["dtype"]) == (family, dtype)]
+        cells = [f"{max(row['gradients'][name]['relative_rmse'] for row in mine):.1e}" for name in GRADIENTS]
+        for others in ([row["plain"] for row in mine], [row["peers"].get("cudnn") for row in mine]):
+            for metric in ("rmse", "max_error"):
+                ratios = [
+                    row["gradients"][name][metric] / other[name][metric]
+                    for row, other in zip(mine, others, strict=True)
+                    for name in GRADIENTS
+                    if other and other[name][metric] > 0
+                ]
+                cells.append(f"{max(ratios):.2f}" if ratios else "-")
+        body.append([family, dtype, str(len(mine)), *cells])
+    header = ["inputs", "dtype", "cases", *(f"{name}: relative rmse" for name in GRADIENTS)]
+    header += [f"{metric} / {peer}'s" for peer in ("PyTorch autograd", "cuDNN") for metric in ("rmse", "max error")]
+    title = "Gradients against float64 autograd, the worst of head_dim 64, 128, 256, full and causal, 2k tokens:\n\n"
     return title + _grid(header, body)
 
 
@@ -133,13 +177,15 @@ def _verification(record: Record) -> str:
 
 
 def _summary(record: Record) -> str:
-    ratios = [r for r in (_ratio(row) for row in record["bench"] if row["op"] == "fwd") if r]
-    if not ratios:
-        return NOTHING
-    return (
-        f"Forward against the best peer in {len(ratios)} cells: {min(ratios):.2f} to {max(ratios):.2f} times its speed,"
-        f" median {statistics.median(ratios):.2f}, ahead in {sum(r >= 1 for r in ratios)}."
-    )
+    lines = []
+    for op, title in (("fwd", "Forward"), ("bwd", "Backward")):
+        ratios = [r for r in (_ratio(row) for row in record["bench"] if row["op"] == op) if r]
+        if ratios:
+            lines.append(
+                f"{title} against the best peer in {len(ratios)} cells: {min(ratios):.2f} to {max(ratios):.2f} times"
+                f" its speed, median {statistics.median(ratios):.2f}, ahead in {sum(r >= 1 for r in ratios)}."
+            )
+    return "\n".join(lines) or NOTHING
 
 
 def _source(record: Record) -> str:
@@ -154,8 +200,10 @@ BLOCKS: dict[str, Callable[[Record], str]] = {
     "summary": _summary,
     "forward-bf16": lambda record: _forward(record, "bf16"),
     "forward-fp16": lambda record: _forward(record, "fp16"),
+    "backward": _backward,
     "host": _host,
     "accuracy": _accuracy,
+    "gradient-accuracy": _gradient_accuracy,
     "large": _large,
     "verification": _verification,
     "source": _source,
@@ -168,7 +216,8 @@ def block(record: Record | None, name: str) -> str:
         raise SystemExit(f"no block {name!r}; blocks are {', '.join(BLOCKS)}")
     if record is None:
         return NOTHING
-    return "\n\n".join(BLOCKS[part](record) for part in ([name] if name else BLOCKS))
+    texts = (BLOCKS[part](record) for part in ([name] if name else BLOCKS))
+    return "\n\n".join(text for text in texts if text)
 
 
 def render(text: str, record: Record | None) -> str:

@@ -23,6 +23,16 @@ def test_names_parse_back(cell: object) -> None:
     assert parse_cell(cell.name) == cell  # type: ignore[attr-defined]
 
 
+def test_backward_presets_are_the_same_workloads() -> None:
+    cells = PRESETS["issue3"]
+    assert len(cells) == 18
+    assert {cell.op for cell in cells} == {"bwd"}
+    assert [cell.name.removeprefix("bwd:") for cell in cells] == [c.name for c in PRESETS["issue2"][:18]]
+    assert all(cell.flops == 2.5 * parse_cell(cell.name.removeprefix("bwd:")).flops for cell in cells)
+    assert len(PRESETS["bwd_head_dims"]) == 6
+    assert "op" not in cells[0].as_row()  # a row has its own
+
+
 def test_explicit_shapes() -> None:
     cell = parse_cell("bf16:192/128:causal:sq=300:sk=77:b=2:h=4:kvh=2")
     assert (cell.head_dim, cell.head_dim_v, cell.seqlen_q, cell.seqlen_k) == (192, 128, 300, 77)
@@ -110,7 +120,7 @@ def test_merge_takes_the_newest_of_each_part(tmp_path: Path) -> None:
 
 def test_parts_are_selected_by_name() -> None:
     assert record.select("") == list(record.PARTS)
-    assert record.select("tests,bench") == ["bench:host", "bench:fwd", "tests"]
+    assert record.select("tests,bench") == ["bench:host", "bench:fwd", "bench:bwd", "tests"]
     with pytest.raises(SystemExit, match="nothing"):
         record.select("nothing")
 

@@ -1,6 +1,7 @@
 """A/B timing of several builds of libflashhopper.so in one run, over the C ABI alone (ctypes and torch).
 
     python -m benchmarks.variants a.so b.so --cells bf16:128:full:8192,bf16:128:causal:8192 --peers cudnn,fa3
+    python -m benchmarks.variants a.so b.so --op bwd --cells bwd_quick --peers fa4,cudnn [--deterministic]
 
 Each build is first checked in a process of its own, so that one that hangs or faults takes nothing else down; the
 builds that give right results are then timed in turn with the peers.
@@ -9,6 +10,7 @@ builds that give right results are then timed in turn with the peers.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import faulthandler
 import json
 import math
@@ -20,65 +22,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import variant_checks
 from benchmarks.abi import Library
-from benchmarks.cells import Cell, parse_cells
-from benchmarks.oracle import attend_rows, sampled_rows
-from benchmarks.peers import TORCH_DTYPES, inputs, load_all
+from benchmarks.cells import OPS, Cell, parse_cells
+from benchmarks.peers import inputs, load_all, output_gradient
 from benchmarks.timing import Contender, describe, measure, tflops
 
-CHECK_SECONDS = 60  # for all cells of one build; a kernel that deadlocks is reported after this
+CHECK_SECONDS = 90  # for all cells of one build; a kernel that deadlocks is reported after this
 ROUND_SECONDS = 60  # for one cell's timing
-LSE_TOLERANCE = 1e-3
-
-
-def check_cell(library: Library, cell: Cell, seed: int) -> dict[str, Any]:
-    """Errors of one build on one cell: sampled rows of the first and last head against float64, NaN, repeatability."""
-    q, k, v = inputs(cell, seed)
-    out, lse = library.forward(q, k, v, causal=cell.causal)
-    again, _ = library.forward(q, k, v, causal=cell.causal)
-    torch.cuda.synchronize()
-    rows = sampled_rows(cell.seqlen_q)
-    worst, yardstick, lse_error, where = 0.0, 0.0, 0.0, ""
-    for batch, head in {(0, 0), (cell.batch - 1, cell.heads - 1)}:
-        kv_head = head * cell.kv_heads // cell.heads
-        one = (q[batch, rows, head], k[batch, :, kv_head], v[batch, :, kv_head], rows, cell.seqlen_q, cell.causal)
-        exact, exact_lse = attend_rows(*one, torch.float64)
-        plain, _ = attend_rows(*one, TORCH_DTYPES[cell.dtype])
-        error, index = (out[batch, rows, head].double() - exact).abs().nan_to_num(math.inf).amax(1).max(0)
-        if error.item() > worst:
-            worst, where = error.item(), f"row {rows[index].item()} of head {head}, batch {batch}"
-        yardstick = max(yardstick, (plain.double() - exact).abs().max().item())
-        mine = lse[batch, head, rows].double()
-        difference = torch.where(mine == exact_lse, 0.0, mine - exact_lse)  # -inf on both sides is equal
-        lse_error = max(lse_error, difference.abs().max().item())
-    unwritten = int(out.isnan().sum().item() + lse.isnan().sum().item())
-    repeatable = bool(torch.equal(out, again))
-    ok = unwritten == 0 and worst <= 2 * yardstick + 1e-5 and lse_error < LSE_TOLERANCE and repeatable
-    sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-    return {
-        "ok": ok,
-        "max_error": worst,
-        "worst": where,
-        "plain_error": yardstick,
-        "lse_error": lse_error,
-        "nan": unwritten,
-        "repeatable": repeatable,
-        "plan": library.plan(library.params(q, k, v, out, lse, causal=cell.causal), sms),
-    }
-
-
-def check_build(path: str, cells: list[Cell], seed: int) -> dict[str, Any]:
-    """All cells of one build; an exception on one cell is that cell's result."""
-    library = Library(path)
-    report: dict[str, Any] = {"version": library.version, "cells": {}}
-    for index, cell in enumerate(cells):
-        print(f"checking {cell.name}", file=sys.stderr, flush=True)
-        try:
-            entry = check_cell(library, cell, seed + index)
-        except Exception as error:
-            entry = {"ok": False, "error": describe(error)}
-        report["cells"][cell.name] = entry
-    return report
 
 
 def _checks_in_processes(paths: list[str], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -90,6 +41,8 @@ def _checks_in_processes(paths: list[str], args: argparse.Namespace) -> dict[str
         "--check-only",
         f"--cells={args.cells}",
         f"--seed={args.seed}",
+        *([f"--op={args.op}"] if args.op else []),
+        *(["--deterministic"] if args.deterministic else []),
     ]
     pipe = subprocess.PIPE
     processes = {path: subprocess.Popen([*command, path], stdout=pipe, stderr=pipe, text=True) for path in paths}
@@ -111,25 +64,6 @@ def _checks_in_processes(paths: list[str], args: argparse.Namespace) -> dict[str
     return reports
 
 
-def _check_lines(label: str, report: dict[str, Any]) -> list[str]:
-    if "failed" in report:
-        return [f"{label}: FAILED {report['failed']}"]
-    lines = []
-    for name, entry in report["cells"].items():
-        if "error" in entry:
-            lines.append(f"{label} {name}: FAILED {entry['error']}")
-            continue
-        verdict = "ok" if entry["ok"] else "WRONG"
-        plan = entry.get("plan", {})
-        lines.append(
-            f"{label} {name}: {verdict} max error {entry['max_error']:.2e} (plain {entry['plain_error']:.2e}),"
-            f" lse {entry['lse_error']:.1e}, nan {entry['nan']}, repeatable {entry['repeatable']},"
-            f" worst {entry['worst']}; {plan.get('config', '?')},"
-            f" smem {plan.get('smem_bytes', 0)}, grid {plan.get('grid', 0)}"
-        )
-    return lines
-
-
 def _usable(report: dict[str, Any], cell: Cell, force: bool) -> bool:
     entry = report.get("cells", {}).get(cell.name, {"error": "absent"})
     return "error" not in entry and (force or bool(entry["ok"]))
@@ -147,6 +81,16 @@ def _library_contender(label: str, library: Library, cell: Cell, tensors: tuple[
     return Contender(label, call)
 
 
+def _backward_contender(
+    label: str, library: Library, cell: Cell, tensors: tuple[torch.Tensor, ...], deterministic: bool
+) -> Contender:
+    """The whole call of the C ABI, outputs and workspace allocated before."""
+    q, k, v, dout = tensors
+    out, lse, _ = variant_checks.forward_results(library, cell, q, k, v)
+    prepared = library.prepare_backward(dout, q, k, v, out, lse, causal=cell.causal, deterministic=deterministic)
+    return Contender(label, lambda: library.launch_backward(prepared))
+
+
 def _failed(label: str, error: str) -> Contender:
     contender = Contender(label, lambda: None)
     contender.error = error
@@ -157,19 +101,23 @@ def time_cell(
     cell: Cell, libraries: dict[str, Library], reports: dict[str, Any], peers: list[Any], args: argparse.Namespace
 ) -> list[Contender]:
     """One interleaved measurement; contenders that cannot take part come back with their error."""
-    tensors = inputs(cell, args.seed)
+    backward = cell.op == "bwd"
+    tensors = (*inputs(cell, args.seed), *([output_gradient(cell, args.seed)] if backward else []))
     contenders = []
     for label, library in libraries.items():
-        if _usable(reports[label], cell, args.force):
-            contenders.append(_library_contender(label, library, cell, tensors))
-        else:
+        if not _usable(reports[label], cell, args.force):
             contenders.append(_failed(label, "did not pass its check"))
-    for peer in peers:
-        if peer.prepare is None:
-            contenders.append(_failed(peer.name, peer.unavailable or "unavailable"))
             continue
         try:
-            contenders.append(Contender(peer.name, peer.prepare(cell, *tensors)))
+            if backward:
+                contenders.append(_backward_contender(label, library, cell, tensors, args.deterministic))
+            else:
+                contenders.append(_library_contender(label, library, cell, tensors))
+        except Exception as error:
+            contenders.append(_failed(label, describe(error)))
+    for peer in peers:
+        try:
+            contenders.append(Contender(peer.name, peer.call(cell, *tensors)))
         except Exception as error:
             contenders.append(_failed(peer.name, describe(error)))
     measure([c for c in contenders if c.error is None], args.rounds)
@@ -215,11 +163,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=None, help="JSON file, rewritten after every cell")
     parser.add_argument("--force", action="store_true", help="time builds whose results are wrong, too")
     parser.add_argument("--check-only", action="store_true", help="check one build in this process, print JSON")
+    parser.add_argument("--op", choices=OPS, default=None, help="bwd: the gradients of all cells; default: as they say")
+    parser.add_argument("--deterministic", action="store_true", help="the libraries' bit-reproducible backward")
     args = parser.parse_args()
     cells = parse_cells(args.cells)
+    if args.op:
+        cells = [dataclasses.replace(cell, op=args.op) for cell in cells]
     if args.check_only:
         faulthandler.dump_traceback_later(CHECK_SECONDS + 10, exit=True)
-        print(json.dumps(check_build(args.libraries[0], cells, args.seed)))
+        report = variant_checks.check_build(args.libraries[0], cells, args.seed, args.deterministic)
+        print(json.dumps(report))
         return 0
     named = dict(item.split("=", 1) for item in args.libraries if "=" in item)
     labels = {**named, **_labels([item for item in args.libraries if "=" not in item])}
@@ -231,7 +184,7 @@ def run(labels: dict[str, str], cells: list[Cell], args: argparse.Namespace) -> 
     checked = _checks_in_processes(list(labels.values()), args)
     reports = {label: checked[path] for label, path in labels.items()}
     for label, report in reports.items():
-        print("\n".join(_check_lines(label, report)), flush=True)
+        print("\n".join(variant_checks.lines(label, report)), flush=True)
     libraries = {label: Library(path) for label, path in labels.items() if "failed" not in reports[label]}
     peers = load_all([p for p in args.peers.split(",") if p])
     for peer in peers:

@@ -1,15 +1,21 @@
 # One .cu for every (row of a config table, element type). The table in C++ is the only list: its rows are read here.
 # A row is one line of the form  {.name = "fwd_hd128_m128_n160", .head_dim = 128, ...
 
-# flashhopper_generate_instances(<out> TEMPLATE <file.cu.in> TABLE <config.hpp>): the generated files, in the build
-# directory, named <row>_<element>.cu; the template sees FLASHHOPPER_CONFIG and FLASHHOPPER_ELEMENT.
+# flashhopper_generate_instances(<out> TEMPLATE <file.cu.in> TABLE <config.hpp> LIST <name.inc>): the generated files, in
+# the build directory, named <row>_<element>.cu; the template sees FLASHHOPPER_CONFIG and FLASHHOPPER_ELEMENT.
+# generated/<name.inc> says what the dispatch file of this table may call: FLASHHOPPER_INSTANCE(row, element) for every
+# generated file. Both may be empty in a build that FLASHHOPPER_HEAD_DIMS narrows.
 function(flashhopper_generate_instances out)
-  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "TEMPLATE;TABLE" "")
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "TEMPLATE;TABLE;LIST" "")
   set(table "${PROJECT_SOURCE_DIR}/${ARG_TABLE}")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${table}")
   file(STRINGS "${table}" rows REGEX "{ *\\.name = \"[a-z0-9_]+\"")
+  if(NOT rows)
+    message(FATAL_ERROR "${ARG_TABLE}: no row that begins with {.name = ")
+  endif()
 
   set(instances)
+  set(lines "// Written by cmake/instances.cmake: the kernels in this build.\n")
   foreach(row IN LISTS rows)
     if(NOT row MATCHES "\\.name = \"([a-z0-9_]+)\".*\\.head_dim = ([0-9]+)")
       message(FATAL_ERROR "${ARG_TABLE}: no .name and .head_dim on one line: ${row}")
@@ -22,21 +28,9 @@ function(flashhopper_generate_instances out)
       set(instance "${PROJECT_BINARY_DIR}/instances/${FLASHHOPPER_CONFIG}_${FLASHHOPPER_ELEMENT}.cu")
       configure_file("${PROJECT_SOURCE_DIR}/${ARG_TEMPLATE}" "${instance}" @ONLY)
       list(APPEND instances "${instance}")
+      string(APPEND lines "FLASHHOPPER_INSTANCE(${FLASHHOPPER_CONFIG}, ${FLASHHOPPER_ELEMENT})\n")
     endforeach()
   endforeach()
-  if(NOT instances)
-    message(FATAL_ERROR "${ARG_TABLE} has no row for FLASHHOPPER_HEAD_DIMS=${FLASHHOPPER_HEAD_DIMS}")
-  endif()
+  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/generated/${ARG_LIST}" CONTENT "${lines}" @ONLY)
   set(${out} "${instances}" PARENT_SCOPE)
-endfunction()
-
-# What cpp/src/dispatch.cpp may call: FLASHHOPPER_INSTANCE(row, element) for every generated file.
-function(flashhopper_write_instance_list file)
-  set(lines "// Written by cmake/instances.cmake: the kernels in this build.\n")
-  foreach(instance IN LISTS ARGN)
-    get_filename_component(name "${instance}" NAME_WE)
-    string(REGEX REPLACE "^(.*)_([a-z0-9]+)$" "FLASHHOPPER_INSTANCE(\\1, \\2)\n" line "${name}")
-    string(APPEND lines "${line}")
-  endforeach()
-  file(CONFIGURE OUTPUT "${file}" CONTENT "${lines}" @ONLY)
 endfunction()

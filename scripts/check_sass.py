@@ -1,4 +1,5 @@
-"""Checks a built libflashhopper.so without a GPU: spills, required instructions, what it links and exports.
+"""Checks a built libflashhopper.so without a GPU: spills, required instructions and their order, what it links and
+exports.
 
     python scripts/check_sass.py build/dev
 
@@ -14,13 +15,30 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tensor core GEMM, TMA load, TMA store: a kernel that lost one of them still computes, but is no longer this design.
-REQUIRED = {"forward_kernel": ("HGMMA", "UTMALDG", "UTMASTG")}
-LOCAL_MEMORY = ("LDL", "STL")
+# Tensor core GEMM, TMA load, TMA store, addition to floats in memory, in bulk or four at a time: a kernel that lost one
+# of them still computes, but is no longer this design.
+COUNTED = {
+    "HGMMA": "HGMMA",
+    "UTMALDG": "UTMALDG",
+    "UTMASTG": "UTMASTG",
+    "RED": r"UBLKRED\.G\.S\.ADD\.F32\b|REDG?\.E\.ADD\.F32x4\b",
+}
+REQUIRED = {
+    "forward_kernel": ("HGMMA", "UTMALDG", "UTMASTG"),
+    "backward_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "RED"),
+    "preprocess_kernel": (),
+    "postprocess_kernel": (),
+}
+MAIN_KERNELS = {"forward": "forward_kernel", "backward": "backward_kernel"}
+LOCAL_MEMORY = r"(LDL|STL)\b"
+INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
+# The two waits of a step of the forward's main loop: for the scores, with P V in flight; for P V.
+SCORES_DONE, PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EXPONENTIAL = "MUFU.EX2"
+Code = list[tuple[int, str]]  # address and instruction, without its predicate
 SYSTEM_LIBRARIES = re.compile(r"lib(stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so\.\d+|ld-linux-.*\.so\.\d+")
 # The driver API (cuTensorMapEncodeTiled, ...) and torch (its C++ namespaces, mangled).
 FOREIGN_SYMBOL = re.compile(r"\bcu[A-Z]\w+|torch|_ZN?K?(2at|3c10)")
@@ -40,26 +58,58 @@ def find_cuobjdump() -> Path:
     sys.exit("no cuobjdump: install a CUDA toolkit, or pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
 
 
-def instance_logs(build: Path) -> dict[str, str]:
-    """Instance name -> its ptxas log, for every kernel that this build lists."""
-    listed = re.findall(r"\((\w+), (\w+)\)", (build / "generated/flashhopper_instances.inc").read_text())
+def instance_logs(build: Path, direction: str) -> dict[str, str]:
+    """Instance name -> its ptxas log, for every kernel of one direction that this build lists."""
+    listing = (build / f"generated/flashhopper_{direction}_instances.inc").read_text()
     logs = {}
-    for config, element in listed:
+    for config, element in re.findall(r"\((\w+), (\w+)\)", listing):
         log = build / f"CMakeFiles/flashhopper_kernels.dir/instances/{config}_{element}.cu.o.ptxas"
         logs[f"{config}_{element}"] = log.read_text() if log.exists() else ""
     return logs
 
 
-def sass_opcodes(library: Path) -> dict[str, Counter[str]]:
-    """Mangled kernel name -> how often each opcode occurs."""
+def disassemble(library: Path) -> str:
     cuobjdump = find_cuobjdump()
-    text = run(str(cuobjdump), "-sass", str(library), PATH=f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}")
+    return run(str(cuobjdump), "-sass", str(library), PATH=f"{cuobjdump.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def parse_sass(text: str) -> dict[str, Code]:
+    """Mangled kernel name -> its instructions."""
     kernels = {}
     for block in re.split(r"\n\s*Function : ", text)[1:]:
         name, _, code = block.partition("\n")
-        opcodes = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", code, re.MULTILINE)
-        kernels[name.strip()] = Counter(opcodes)
+        kernels[name.strip()] = [(int(address, 16), text) for address, text in INSTRUCTION.findall(code)]
     return kernels
+
+
+def count(code: Code, pattern: str) -> int:
+    return sum(re.match(pattern, instruction) is not None for _, instruction in code)
+
+
+def order_problem(code: Code) -> str | None:
+    """What is wrong with the main loop of a forward kernel: P V must be waited for after the first exponential of the
+    step and before half of them. cpp/forward/consumer.hpp says why; ptxas, left alone, puts the wait elsewhere.
+    """
+    steps = [place for place, (_, instruction) in enumerate(code) if instruction == SCORES_DONE]
+    if not steps:
+        return "no main loop: nothing waits for scores with P V in flight"
+    for start in steps:
+        step = []
+        for address, instruction in code[start:]:
+            step.append(instruction)
+            target = re.match(r"BRA (?:!?U?P\w+, )?0x([0-9a-f]+)", instruction)
+            if target and int(target[1], 16) <= code[start][0] < address:
+                break
+        else:
+            return "the wait for scores with P V in flight stands in no loop"
+        waits = [place for place, instruction in enumerate(step) if instruction == PV_DONE]
+        if len(waits) != 1:
+            return f"P V is waited for {len(waits)} times in a step of the main loop, not once"
+        exponentials = [place for place, instruction in enumerate(step) if instruction.startswith(EXPONENTIAL)]
+        before = sum(place < waits[0] for place in exponentials)
+        if not 0 < before <= len(exponentials) / 2:
+            return f"P V is waited for after {before} of the {len(exponentials)} exponentials of a step"
+    return None
 
 
 def ptxas_entries(log: str) -> list[tuple[str, int, int, int]]:
@@ -76,27 +126,43 @@ def ptxas_entries(log: str) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def check_kernels(build: Path, library: Path) -> list[str]:
-    kernels = sass_opcodes(library)
+def check_kernel(kernel: str, code: Code, stack: int, spills: int) -> list[str]:
     problems = []
-    print(f"{'instance':36}{'registers':>10}{'spills':>8}{'HGMMA':>8}{'UTMALDG':>9}{'UTMASTG':>9}{'SASS':>8}")
-    for instance, log in instance_logs(build).items():
-        advisories = [line.strip() for line in log.splitlines() if re.search(r"\(C\d+\)", line)]
-        problems += [f"{instance}: ptxas says {line}" for line in advisories]
-        entries = ptxas_entries(log)
-        if not entries:
-            problems.append(f"{instance}: no kernel in its ptxas log")
-        for name, stack, spills, registers in entries:
-            found = kernels.get(name, Counter())
-            counts = [found[opcode] for opcode in REQUIRED["forward_kernel"]]
-            columns = zip((registers, spills, *counts, found.total()), (10, 8, 8, 9, 9, 8), strict=True)
-            print(f"{instance:36}" + "".join(f"{value:>{width}}" for value, width in columns))
-            if stack or spills:
-                problems.append(f"{instance}: {stack} bytes of stack, {spills} bytes of spills")
-            if any(found[opcode] for opcode in LOCAL_MEMORY):
-                problems.append(f"{instance}: uses local memory ({', '.join(LOCAL_MEMORY)})")
-            required = next((opcodes for part, opcodes in REQUIRED.items() if part in name), ())
-            problems += [f"{instance}: no {opcode} in its SASS" for opcode in required if not found[opcode]]
+    if stack or spills:
+        problems.append(f"{stack} bytes of stack, {spills} bytes of spills")
+    if count(code, LOCAL_MEMORY):
+        problems.append("uses local memory")
+    if kernel not in REQUIRED:
+        problems.append("is unknown to this script")
+    problems += [f"no {name} in its SASS" for name in REQUIRED.get(kernel, ()) if not count(code, COUNTED[name])]
+    if kernel == "forward_kernel" and (problem := order_problem(code)) is not None:
+        problems.append(problem)
+    return problems
+
+
+def check_instance(instance: str, direction: str, log: str, kernels: dict[str, Code]) -> list[str]:
+    problems = [f"ptxas says {line.strip()}" for line in log.splitlines() if re.search(r"\(C\d+\)", line)]
+    seen = set()
+    for mangled, stack, spills, registers in ptxas_entries(log):
+        found = re.search(r"\d([a-z_]+_kernel)I", mangled)  # the name behind its length, before its arguments
+        kernel = found[1] if found else mangled
+        seen.add(kernel)
+        code = kernels.get(mangled, [])
+        counts = [count(code, pattern) for pattern in COUNTED.values()]
+        print(f"{f'{instance} {kernel}':50}" + "".join(f"{n:>10}" for n in (registers, spills, *counts, len(code))))
+        problems += [f"{kernel}: {problem}" for problem in check_kernel(kernel, code, stack, spills)]
+    if MAIN_KERNELS[direction] not in seen:
+        problems.append(f"no {MAIN_KERNELS[direction]} in its ptxas log")
+    return [f"{instance}: {problem}" for problem in problems]
+
+
+def check_kernels(build: Path, library: Path) -> list[str]:
+    kernels = parse_sass(disassemble(library))
+    print(f"{'instance and kernel':50}" + "".join(f"{n:>10}" for n in ("registers", "spills", *COUNTED, "SASS")))
+    problems = []
+    for direction in MAIN_KERNELS:
+        for instance, log in instance_logs(build, direction).items():
+            problems += check_instance(instance, direction, log, kernels)
     return problems
 
 

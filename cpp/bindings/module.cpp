@@ -1,27 +1,31 @@
 // The Python module _C: plain integers and floats in, the C ABI's structs out. No torch header, no CUDA call.
 // Before it: python/flashhopper/engine/hopper.py. After it: cpp/src/api.cpp.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-#include <stdexcept>
+#include <array>
+#include <memory>
 
 #include "flashhopper/flashhopper.h"
+#include "layout_key.hpp"
 
 namespace py = pybind11;
+using namespace flashhopper;
 
 namespace {
 
 // INVALID_ARGUMENT becomes ValueError, everything else RuntimeError; the message is the library's.
+PyObject* exception_type(int status) {
+  return status == FLASHHOPPER_INVALID_ARGUMENT ? PyExc_ValueError : PyExc_RuntimeError;
+}
+
 void check(int status) {
   if (status == FLASHHOPPER_OK) return;
-  if (status == FLASHHOPPER_INVALID_ARGUMENT) throw py::value_error(flashhopper_last_error());
-  throw std::runtime_error(flashhopper_last_error());
+  PyErr_SetString(exception_type(status), flashhopper_last_error());
+  throw py::error_already_set();
 }
 
-flashhopper_tensor tensor(intptr_t data, int64_t batch_stride, int64_t row_stride, int64_t head_stride) {
-  return {reinterpret_cast<void*>(data), batch_stride, row_stride, head_stride};
-}
-
-py::dict to_dict(flashhopper_forward_plan const& plan) {
+py::dict to_dict(flashhopper_plan const& plan) {
   py::dict result;
   result["config"] = plan.config;
   result["tile_m"] = plan.tile_m;
@@ -37,72 +41,166 @@ py::dict to_dict(flashhopper_forward_plan const& plan) {
   result["smem_bytes"] = plan.smem_bytes;
   result["grid"] = plan.grid;
   result["tiles"] = plan.tiles;
+  result["workspace_bytes"] = plan.workspace_bytes;
   result["flops"] = plan.flops;
   result["bytes"] = plan.bytes;
   return result;
 }
 
-// The signature is python/flashhopper/_C.pyi; 31 positional numbers cost about a microsecond.
-void forward(intptr_t q, intptr_t k, intptr_t v, intptr_t out, intptr_t lse, intptr_t workspace, int64_t q_batch_stride,
-             int64_t q_row_stride, int64_t q_head_stride, int64_t k_batch_stride, int64_t k_row_stride,
-             int64_t k_head_stride, int64_t v_batch_stride, int64_t v_row_stride, int64_t v_head_stride,
-             int64_t out_batch_stride, int64_t out_row_stride, int64_t out_head_stride, int64_t batch, int64_t heads,
-             int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v,
-             int64_t window_left, int64_t window_right, double softmax_scale, int dtype, int sm_margin,
-             intptr_t stream) {
-  flashhopper_forward_params params{};
-  params.q = tensor(q, q_batch_stride, q_row_stride, q_head_stride);
-  params.k = tensor(k, k_batch_stride, k_row_stride, k_head_stride);
-  params.v = tensor(v, v_batch_stride, v_row_stride, v_head_stride);
-  params.out = tensor(out, out_batch_stride, out_row_stride, out_head_stride);
-  params.lse = reinterpret_cast<float*>(lse);
-  params.workspace = reinterpret_cast<void*>(workspace);
-  params.batch = batch;
-  params.heads = heads;
-  params.kv_heads = kv_heads;
-  params.seqlen_q = seqlen_q;
-  params.seqlen_k = seqlen_k;
-  params.head_dim = head_dim;
-  params.head_dim_v = head_dim_v;
-  params.window_left = window_left;
-  params.window_right = window_right;
+using FastCall = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+
+PyMethodDef fastcall(char const* name, FastCall function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+
+// A builtin function whose first argument is self; it keeps self alive.
+py::object bind(PyMethodDef* method, py::object const& self) {
+  PyObject* const function = PyCFunction_New(method, self.ptr());
+  if (function == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(function);
+}
+
+// The addresses of a call and its stream, in the order of ForwardCall in python/flashhopper/_C.pyi.
+enum { kQ, kK, kV, kOut, kLse, kWorkspace, kStream, kCallArguments };
+constexpr char kParamsName[] = "flashhopper_forward_params";
+
+// Makes the call that prepare_forward bound to these parameters. Raw CPython: pybind11's dispatch and 25 more numbers
+// would cost as much as everything else that the host does between the call from Python and the launch.
+PyObject* call_forward(PyObject* prepared, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != kCallArguments) {
+    return PyErr_Format(PyExc_TypeError, "a forward call takes %d integers, got %zd", int{kCallArguments}, count);
+  }
+  void* addresses[kCallArguments];
+  for (int i = 0; i < kCallArguments; ++i) {
+    addresses[i] = PyLong_AsVoidPtr(arguments[i]);
+    if (addresses[i] == nullptr && PyErr_Occurred()) return nullptr;
+  }
+  // A copy: threads may make the same call at once.
+  auto params = *static_cast<flashhopper_forward_params const*>(PyCapsule_GetPointer(prepared, kParamsName));
+  params.q.data = addresses[kQ];
+  params.k.data = addresses[kK];
+  params.v.data = addresses[kV];
+  params.out.data = addresses[kOut];
+  params.lse = static_cast<float*>(addresses[kLse]);
+  params.workspace = addresses[kWorkspace];
+  params.stream = addresses[kStream];
+  int status;
+  Py_BEGIN_ALLOW_THREADS;  // a launch can block on a full queue
+  status = flashhopper_forward(&params);
+  Py_END_ALLOW_THREADS;
+  if (status == FLASHHOPPER_OK) Py_RETURN_NONE;
+  PyErr_SetString(exception_type(status), flashhopper_last_error());
+  return nullptr;
+}
+
+// A builtin function that holds everything of a forward call but its addresses and its stream.
+py::object prepare_forward(int64_t q_batch_stride, int64_t q_row_stride, int64_t q_head_stride, int64_t k_batch_stride,
+                           int64_t k_row_stride, int64_t k_head_stride, int64_t v_batch_stride, int64_t v_row_stride,
+                           int64_t v_head_stride, int64_t out_batch_stride, int64_t out_row_stride,
+                           int64_t out_head_stride, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q,
+                           int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v, int64_t window_left,
+                           int64_t window_right, double softmax_scale, int dtype, int sm_margin) {
+  auto params = std::make_unique<flashhopper_forward_params>();
+  params->q = {nullptr, q_batch_stride, q_row_stride, q_head_stride};
+  params->k = {nullptr, k_batch_stride, k_row_stride, k_head_stride};
+  params->v = {nullptr, v_batch_stride, v_row_stride, v_head_stride};
+  params->out = {nullptr, out_batch_stride, out_row_stride, out_head_stride};
+  params->batch = batch;
+  params->heads = heads;
+  params->kv_heads = kv_heads;
+  params->seqlen_q = seqlen_q;
+  params->seqlen_k = seqlen_k;
+  params->head_dim = head_dim;
+  params->head_dim_v = head_dim_v;
+  params->window_left = window_left;
+  params->window_right = window_right;
+  params->softmax_scale = static_cast<float>(softmax_scale);
+  params->dtype = dtype;
+  params->sm_margin = sm_margin;
+  py::capsule prepared(params.get(), kParamsName, [](PyObject* capsule) {
+    delete static_cast<flashhopper_forward_params*>(PyCapsule_GetPointer(capsule, kParamsName));
+  });
+  params.release();
+  static PyMethodDef method = fastcall("forward_call", &call_forward);
+  return bind(&method, prepared);
+}
+
+// read_layouts through torch.Tensor's exchange table; None where this is not a table that it can read.
+py::object layout_reader(py::object const& capsule) {
+  if (!PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)) return py::none();
+  auto const* api = static_cast<dlpack::ExchangeApi const*>(PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
+  if (api->version.major != 1) return py::none();
+  static PyMethodDef method = fastcall("read_layouts", &read_layouts);
+  return bind(&method, capsule);
+}
+
+// batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
+using Sizes = std::array<int64_t, 9>;
+
+template <class Params>
+void set_problem(Params& params, Sizes const& sizes, double softmax_scale, int dtype, int sm_margin) {
+  params.batch = sizes[0];
+  params.heads = sizes[1];
+  params.kv_heads = sizes[2];
+  params.seqlen_q = sizes[3];
+  params.seqlen_k = sizes[4];
+  params.head_dim = sizes[5];
+  params.head_dim_v = sizes[6];
+  params.window_left = sizes[7];
+  params.window_right = sizes[8];
   params.softmax_scale = static_cast<float>(softmax_scale);
   params.dtype = dtype;
   params.sm_margin = sm_margin;
-  params.stream = reinterpret_cast<void*>(stream);
-  int status;
-  {
-    py::gil_scoped_release release;  // a launch can block on a full queue
-    status = flashhopper_forward(&params);
-  }
-  check(status);
 }
 
-py::dict forward_plan(int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q, int64_t seqlen_k,
-                      int64_t head_dim, int64_t head_dim_v, int64_t window_left, int64_t window_right, int dtype,
-                      int sm_margin, int num_sms) {
+// Plans do not depend on the scale.
+py::dict forward_plan(Sizes const& sizes, int dtype, int sm_margin, int num_sms) {
   flashhopper_forward_params params{};
-  params.batch = batch;
-  params.heads = heads;
-  params.kv_heads = kv_heads;
-  params.seqlen_q = seqlen_q;
-  params.seqlen_k = seqlen_k;
-  params.head_dim = head_dim;
-  params.head_dim_v = head_dim_v;
-  params.window_left = window_left;
-  params.window_right = window_right;
-  params.softmax_scale = 1.f;  // plans do not depend on it
-  params.dtype = dtype;
-  params.sm_margin = sm_margin;
-  flashhopper_forward_plan plan;
+  set_problem(params, sizes, 1.0, dtype, sm_margin);
+  flashhopper_plan plan;
   check(flashhopper_forward_get_plan(&params, num_sms, &plan));
   return to_dict(plan);
 }
 
-py::list forward_configs() {
+py::dict backward_plan(Sizes const& sizes, int dtype, int sm_margin, bool deterministic, int num_sms) {
+  flashhopper_backward_params params{};
+  set_problem(params, sizes, 1.0, dtype, sm_margin);
+  params.deterministic = deterministic;
+  flashhopper_plan plan;
+  check(flashhopper_backward_get_plan(&params, num_sms, &plan));
+  return to_dict(plan);
+}
+
+// Address, batch stride, row stride, head stride.
+using Tensor = std::array<int64_t, 4>;
+
+void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse, intptr_t workspace, Sizes const& sizes,
+              double softmax_scale, int dtype, int sm_margin, bool deterministic, intptr_t stream) {
+  flashhopper_backward_params params{};
+  flashhopper_tensor* const targets[] = {&params.q,    &params.k,  &params.v,  &params.out,
+                                         &params.dout, &params.dq, &params.dk, &params.dv};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    *targets[i] = {reinterpret_cast<void*>(tensors[i][0]), tensors[i][1], tensors[i][2], tensors[i][3]};
+  }
+  params.lse = reinterpret_cast<float const*>(lse);
+  params.dlse = reinterpret_cast<float const*>(dlse);
+  params.workspace = reinterpret_cast<void*>(workspace);
+  set_problem(params, sizes, softmax_scale, dtype, sm_margin);
+  params.deterministic = deterministic;
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_backward(&params);
+  }
+  check(status);
+}
+
+template <class GetConfig>
+py::list configs(GetConfig const& get_config) {
   py::list rows;
-  flashhopper_forward_plan row;
-  for (int i = 0; flashhopper_forward_get_config(i, &row) == FLASHHOPPER_OK; ++i) rows.append(to_dict(row));
+  flashhopper_plan row;
+  for (int i = 0; get_config(i, &row) == FLASHHOPPER_OK; ++i) rows.append(to_dict(row));
   return rows;
 }
 
@@ -127,10 +225,13 @@ PYBIND11_MODULE(_C, module) {
   module.def("version", [] { return flashhopper_version(); });
   module.def("environment", &environment);
   module.def("workspace_bytes", &flashhopper_workspace_bytes);
-  module.def("forward_configs", &forward_configs);
-  module.def("forward_plan", &forward_plan, py::arg("batch"), py::arg("heads"), py::arg("kv_heads"),
-             py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("head_dim"), py::arg("head_dim_v"),
-             py::arg("window_left"), py::arg("window_right"), py::arg("dtype"), py::arg("sm_margin"),
+  module.def("forward_configs", [] { return configs(flashhopper_forward_get_config); });
+  module.def("backward_configs", [] { return configs(flashhopper_backward_get_config); });
+  module.def("forward_plan", &forward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
              py::arg("num_sms"));
-  module.def("forward", &forward);  // positional: names would add to the cost of every call
+  module.def("backward_plan", &backward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
+             py::arg("deterministic"), py::arg("num_sms"));
+  module.def("backward", &backward);
+  module.def("prepare_forward", &prepare_forward);
+  module.def("layout_reader", &layout_reader);
 }

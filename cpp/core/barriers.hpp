@@ -55,6 +55,9 @@ struct RingPosition {
       phase ^= 1;
     }
   }
+  FLASHHOPPER_DEVICE RingPosition before() const {
+    return slot == 0 ? RingPosition{kDepth - 1, phase ^ 1} : RingPosition{slot - 1, phase};
+  }
 };
 
 // Hardware named barriers; 0 is __syncthreads.
@@ -74,5 +77,17 @@ FLASHHOPPER_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init
 
 // Makes ordinary shared-memory writes of this thread visible to TMA and wgmma.
 FLASHHOPPER_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A value in device memory that passes from one CTA to the next: what was done before its release is seen after it.
+FLASHHOPPER_DEVICE void await_value(int const* address, int value) {
+  int seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(address) : "memory");
+  } while (seen != value);
+}
+FLASHHOPPER_DEVICE void release_value(int* address, int value) {
+  __threadfence();
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
 
 }  // namespace flashhopper

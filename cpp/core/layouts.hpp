@@ -9,22 +9,22 @@
 
 namespace flashhopper {
 
-template <class Element, int kHeadDim>
-using RowMajorAtom = std::conditional_t<box_columns(kHeadDim) == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+template <class Element, int kBoxColumns>
+using RowMajorAtom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
                                         cute::GMMA::Layout_K_SW64_Atom<Element>>;
-template <class Element, int kHeadDim>
-using TransposedAtom = std::conditional_t<box_columns(kHeadDim) == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+template <class Element, int kBoxColumns>
+using TransposedAtom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                           cute::GMMA::Layout_MN_SW64_Atom<Element>>;
 
-// (rows, head_dim, stages): box after box, kRows rows of box_columns each.
-template <class Element, int kRows, int kHeadDim, int kStages>
+// (rows, head_dim, stages): box after box, kRows rows of kBoxColumns each.
+template <class Element, int kRows, int kHeadDim, int kStages, int kBoxColumns = box_columns(kHeadDim)>
 using TileLayout = decltype(cute::tile_to_shape(
-    RowMajorAtom<Element, kHeadDim>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
+    RowMajorAtom<Element, kBoxColumns>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
 
 // The same bytes as (head_dim, rows, stages).
-template <class Element, int kRows, int kHeadDim, int kStages>
+template <class Element, int kRows, int kHeadDim, int kStages, int kBoxColumns = box_columns(kHeadDim)>
 using TransposedTileLayout = decltype(cute::tile_to_shape(
-    TransposedAtom<Element, kHeadDim>{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>, cute::Int<kStages>>{},
+    TransposedAtom<Element, kBoxColumns>{}, cute::Shape<cute::Int<kHeadDim>, cute::Int<kRows>, cute::Int<kStages>>{},
     cute::Step<cute::_2, cute::_1, cute::_3>{}));
 
 // Registers of probabilities as the A operand of P V: a score accumulator's flat order is already the operand's.

@@ -43,6 +43,28 @@ struct Mask {
     int const last_row = min_of(row_end, seqlen_q) - 1;
     return {ceil_div(key_begin(last_row), tile_n), key_end(row_begin) / tile_n};
   }
+
+  // The same seen from the keys, for the backward: queries that see a key are [query_begin, query_end).
+  FLASHHOPPER_HOST_DEVICE int query_begin(int key) const {
+    return window_right < 0 ? 0 : max_of(0, min_of(seqlen_q, key - shift() - window_right));
+  }
+  FLASHHOPPER_HOST_DEVICE int query_end(int key) const {
+    return window_left < 0 ? seqlen_q : max_of(0, min_of(seqlen_q, key - shift() + window_left + 1));
+  }
+
+  // Query blocks that hold a query which sees any key of [key_begin, key_end).
+  FLASHHOPPER_HOST_DEVICE BlockRange visited_queries(int key_begin, int key_end, int tile_m) const {
+    int const last_key = min_of(key_end, seqlen_k) - 1;
+    int const begin = query_begin(key_begin), end = query_end(last_key);
+    return begin < end ? BlockRange{begin / tile_m, ceil_div(end, tile_m)} : BlockRange{0, 0};
+  }
+
+  // The visited query blocks whose every query sees every key of [key_begin, key_end).
+  FLASHHOPPER_HOST_DEVICE BlockRange unmasked_queries(int key_begin, int key_end, int tile_m) const {
+    if (key_end > seqlen_k) return {0, 0};
+    int const end = query_end(key_begin);  // a last block that ends with the queries needs no test either
+    return {ceil_div(query_begin(key_end - 1), tile_m), end == seqlen_q ? ceil_div(end, tile_m) : end / tile_m};
+  }
 };
 
 }  // namespace flashhopper

@@ -19,16 +19,25 @@ enum class L2Hint : uint64_t {
 };
 
 // Loads rows [row, row + kRows) of one head into smem, one box of kBoxColumns after another. Rows and columns outside
-// the tensor arrive as zeros; the barrier always counts the bytes of the full boxes.
+// the tensor arrive as zeros; the barrier always counts the bytes of the full boxes, and more_bytes that other loads
+// bring.
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
 FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem, int row,
-                                      int head, int batch) {
-  full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)});
+                                      int head, int batch, int more_bytes = 0) {
+  full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)} + more_bytes);
   FLASHHOPPER_UNROLL
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
     cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows, column, row,
                                  head, batch);
   }
+}
+
+// Loads contiguous bytes, 16 at least; the barrier must expect them.
+FLASHHOPPER_DEVICE void bulk_load(void const* source, Barrier& full, void* smem, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   cute::cast_smem_ptr_to_uint(smem)),
+               "l"(source), "r"(bytes), "r"(full.address())
+               : "memory");
 }
 
 // Stores a tile the same way; rows and columns outside the tensor are dropped. The caller commits and waits.
@@ -39,5 +48,14 @@ FLASHHOPPER_DEVICE void tma_store_tile(CUtensorMap const& map, Element const* sm
     cute::SM90_TMA_STORE_4D::copy(&map, smem + column * kRows, column, row, head, batch);
   }
 }
+
+// Adds contiguous floats to device memory; the caller commits and waits.
+FLASHHOPPER_DEVICE void bulk_add(float* target, float const* smem, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+               "r"(cute::cast_smem_ptr_to_uint(smem)), "r"(bytes)
+               : "memory");
+}
+// Until this thread's bulk stores have been performed, not only read from shared memory.
+FLASHHOPPER_DEVICE void bulk_wait_complete() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace flashhopper

@@ -4,24 +4,12 @@
 
 #include "core/gemm.hpp"
 #include "core/softmax.hpp"
+#include "core/tile_queue.hpp"
 #include "forward/args.hpp"
 #include "forward/epilogue.hpp"
 #include "forward/storage.hpp"
 
 namespace flashhopper {
-
-// Two floats as one register of 16-bit elements, the lower index in the lower half. Volatile, so that the compiler does
-// not sink the conversions into the next turn of the loop, where they would hold up the tensor cores.
-template <class Element>
-FLASHHOPPER_DEVICE uint32_t pack(float low, float high) {
-  uint32_t packed;
-  if constexpr (std::is_same_v<Element, element::bf16>) {
-    asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
 
 template <class Traits>
 struct Consumer {
@@ -48,7 +36,7 @@ struct Consumer {
     if constexpr (Traits::kConfig.ping_pong) {
       if (warpgroup == Traits::kWarpgroups - 1) pass_turn();  // to warpgroup 0, which goes first
     }
-    TileReader<Traits> reader{storage};
+    TileReader<ForwardStorage<Traits>> reader{storage};
     Tile tile;
     while (reader.next_for_warp(tile, lane == 0)) {
       attend(tile);
@@ -105,11 +93,6 @@ struct Consumer {
     }
   }
 
-  FLASHHOPPER_DEVICE static void convert(float const (&scores)[kScores], uint32_t (&probabilities)[kScores / 2]) {
-    FLASHHOPPER_UNROLL
-    for (int i = 0; i < kScores / 2; ++i) probabilities[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
-  }
-
   FLASHHOPPER_DEVICE static void multiply_rows(float (&outputs)[kOutputs], float const (&factor)[kRowsPerThread]) {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kOutputs; ++e) outputs[e] *= factor[accumulator_row(e)];
@@ -117,7 +100,7 @@ struct Consumer {
 
   FLASHHOPPER_DEVICE void attend(Tile const& tile) {
     using namespace cute;
-    int const row_begin = tile.m_block * Traits::kTileM;
+    int const row_begin = tile.block * Traits::kTileM;
     int const first_row = row_begin + warpgroup * kWarpgroupRows + thread_row;
     BlockRange const blocks = args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
     BlockRange const unmasked = args.mask.unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
@@ -161,20 +144,20 @@ struct Consumer {
       release(storage.v_empty, at_v);
     };
     // From the scores of block n to its probabilities, while the previous block's product with V runs. That product is
-    // waited for between the two rows: the second row's exponentials then share their time with the conversions and
-    // with the rescaling of O. ptxas would move the wait to the top, where nothing is left to overlap; the release of K
-    // in front of it, tied to the first row's maximum, holds it down.
+    // waited for within the exponentials: the rest of them then share their time with the conversions and with the
+    // rescaling of O. ptxas would move the wait to the top, where nothing is left to overlap; the release of K in front
+    // of it, tied to the first exponential, holds it down (scripts/check_sass.py verifies).
     auto finish_scores = [&](int n, auto pv_in_flight) {
       warpgroup_fence_operand(tSrS);
       // Whether a block needs the element mask is the same for all threads of the CTA.
       if (n < unmasked.begin || n >= unmasked.end) apply_mask(scores, first_row, n);
       rescale[0] = softmax.raise_max(scores, 0);
-      release_after(storage.k_empty, at_k, softmax.row_max[0]);
       rescale[1] = softmax.raise_max(scores, 1);
       softmax.exponentiate(scores, 0);
+      release_after(storage.k_empty, at_k, scores[0]);
       softmax.exponentiate(scores, 1);
       if constexpr (decltype(pv_in_flight)::value) finish_pv();
-      convert(scores, probabilities);
+      pack_all<Element>(scores, probabilities);
       multiply_rows(outputs, rescale);
     };
 

@@ -4,42 +4,12 @@
 
 #include <cutlass/cutlass.h>
 
+#include "core/tile_queue.hpp"
 #include "core/tma.hpp"
 #include "forward/args.hpp"
 #include "forward/storage.hpp"
 
 namespace flashhopper {
-
-// Takes tiles from the device-wide counter; one thread of the CTA.
-template <class Traits>
-struct TileSource {
-  ForwardArgs const& args;
-  ForwardStorage<Traits>& storage;
-  RingPosition<kTileSlots> position;
-
-  // The CTA's first tile is its block index, later ones come from the counter.
-  FLASHHOPPER_DEVICE Tile first() { return publish(static_cast<int>(blockIdx.x)); }
-  FLASHHOPPER_DEVICE Tile next() { return publish(atomicAdd(&args.workspace[0], 1) + static_cast<int>(gridDim.x)); }
-
-  // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
-  FLASHHOPPER_DEVICE void finish() {
-    __threadfence();
-    if (atomicAdd(&args.workspace[1], 1) == static_cast<int>(gridDim.x) - 1) {
-      args.workspace[0] = 0;
-      args.workspace[1] = 0;
-    }
-  }
-
- private:
-  FLASHHOPPER_DEVICE Tile publish(int place) {
-    Tile const tile = place < args.schedule.total() ? args.schedule.at(place) : Tile{-1, 0, 0};
-    storage.tile_empty[position.slot].wait(position.phase ^ 1);
-    storage.tile[position.slot] = tile;
-    storage.tile_full[position.slot].arrive();
-    position.advance();
-    return tile;
-  }
-};
 
 // Streams the key blocks of every tile, last block first. V trails K by one block because that is the order of use,
 // also across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
@@ -56,10 +26,10 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(ForwardArgs const& args, Forward
     v_row = -1;
   };
 
-  TileSource<Traits> source{args, storage};
+  TileSource<ForwardStorage<Traits>> source{args.workspace, args.schedule, storage};
   Tile tile = source.first();
-  while (tile.m_block >= 0) {
-    int const row_begin = tile.m_block * Traits::kTileM;
+  while (tile.block >= 0) {
+    int const row_begin = tile.block * Traits::kTileM;
     BlockRange const blocks = args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
     int const kv_head = tile.head / args.group;
     // A tile without keys brings no block that the last values could trail: consumers would wait for them for ever.
@@ -92,20 +62,20 @@ FLASHHOPPER_DEVICE void serve_queries_and_outputs(ForwardArgs const& args, Forwa
   auto store_output = [&](Tile const& tile) {
     storage.o_full[warpgroup][at.slot].wait(at.phase ^ 1);
     tma_store_tile<kWarpgroupRows, Traits::kHeadDimV, Traits::kBoxColumnsV>(
-        args.out, storage.q[warpgroup][at.slot], tile.m_block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head,
+        args.out, storage.q[warpgroup][at.slot], tile.block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head,
         tile.batch);
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();
   };
 
-  TileReader<Traits> reader{storage};
+  TileReader<ForwardStorage<Traits>> reader{storage};
   int count = 0;
   Tile tile;
   for (; reader.next(tile); ++count) {
     if (count >= Traits::kQStages) store_output(previous[Traits::kQStages - 1]);
     tma_load_tile<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
         args.q, storage.q_full[warpgroup][at.slot], L2Hint::kEvictFirst, storage.q[warpgroup][at.slot],
-        tile.m_block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head, tile.batch);
+        tile.block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head, tile.batch);
     FLASHHOPPER_UNROLL
     for (int s = Traits::kQStages - 1; s > 0; --s) previous[s] = previous[s - 1];
     previous[0] = tile;

@@ -32,7 +32,7 @@ struct ForwardStorage {
   // Arrives: each query-output warp and each consumer warp. Waits: the key-value warp.
   Barrier tile_empty[kTileSlots];
 
-  Tile tile[kTileSlots];  // m_block < 0: no more work
+  Tile tile[kTileSlots];  // block < 0: no more work
 
   FLASHHOPPER_DEVICE void init_barriers() {
     constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
@@ -52,37 +52,6 @@ struct ForwardStorage {
       tile_full[s].init(1);
       tile_empty[s].init(kConsumerWarps + Traits::kWarpgroups);
     }
-  }
-};
-
-// How the warps that follow the scheduler read its tiles; one arrival a warp hands the slot back.
-template <class Traits>
-struct TileReader {
-  ForwardStorage<Traits>& storage;
-  RingPosition<kTileSlots> position;
-
-  // Called by one thread that stands for its warp.
-  FLASHHOPPER_DEVICE bool next(Tile& tile) {
-    read(tile);
-    hand_back(true);
-    return tile.m_block >= 0;
-  }
-  // Called by a whole warp; every lane has its copy before the slot is handed back.
-  FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {
-    read(tile);
-    __syncwarp();
-    hand_back(is_elected);
-    return tile.m_block >= 0;
-  }
-
- private:
-  FLASHHOPPER_DEVICE void read(Tile& tile) {
-    storage.tile_full[position.slot].wait(position.phase);
-    tile = storage.tile[position.slot];
-  }
-  FLASHHOPPER_DEVICE void hand_back(bool arrives) {
-    if (arrives) storage.tile_empty[position.slot].arrive();
-    position.advance();
   }
 };
 

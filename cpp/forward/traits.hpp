@@ -2,19 +2,14 @@
 // Before it: core/config.hpp. After it: storage.hpp, producer.hpp, consumer.hpp.
 #pragma once
 
-#include <cutlass/numeric_types.h>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
 #include "core/config.hpp"
+#include "core/elements.hpp"
 #include "core/layouts.hpp"
 
 namespace flashhopper {
-
-namespace element {
-using fp16 = cutlass::half_t;
-using bf16 = cutlass::bfloat16_t;
-}  // namespace element
 
 template <int kConfigIndex, class Element_>
 struct ForwardTraits {

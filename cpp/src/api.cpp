@@ -1,5 +1,5 @@
 // The C ABI: thin wrappers that keep exceptions and C++ types inside the library.
-// Before it: cpp/bindings/module.cpp. After it: dispatch.cpp.
+// Before it: cpp/bindings/module.cpp. After it: forward_dispatch.cpp, backward_dispatch.cpp.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -69,11 +69,22 @@ int flashhopper_forward(flashhopper_forward_params const* params) {
   return guarded([&] { return dispatch_forward(*params); });
 }
 
-int flashhopper_forward_get_plan(flashhopper_forward_params const* params, int num_sms,
-                                 flashhopper_forward_plan* plan) {
+int flashhopper_forward_get_plan(flashhopper_forward_params const* params, int num_sms, flashhopper_plan* plan) {
   return guarded([&] { return plan_forward(*params, num_sms, plan); });
 }
 
-int flashhopper_forward_get_config(int index, flashhopper_forward_plan* row) {
-  return guarded([&] { return describe_config(index, row); });
+int flashhopper_forward_get_config(int index, flashhopper_plan* row) {
+  return guarded([&] { return describe_forward_config(index, row); });
+}
+
+int flashhopper_backward(flashhopper_backward_params const* params) {
+  return guarded([&] { return dispatch_backward(*params); });
+}
+
+int flashhopper_backward_get_plan(flashhopper_backward_params const* params, int num_sms, flashhopper_plan* plan) {
+  return guarded([&] { return plan_backward(*params, num_sms, plan); });
+}
+
+int flashhopper_backward_get_config(int index, flashhopper_plan* row) {
+  return guarded([&] { return describe_backward_config(index, row); });
 }

@@ -1,8 +1,11 @@
 """Types of the compiled module: pybind11 over the C ABI of libflashhopper.so (flashhopper.h)."""
 
-from typing import TypedDict
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypedDict
 
-class ForwardPlan(TypedDict):
+import torch
+
+class Plan(TypedDict):
     config: str
     tile_m: int
     tile_n: int
@@ -17,8 +20,14 @@ class ForwardPlan(TypedDict):
     smem_bytes: int
     grid: int
     tiles: int
+    workspace_bytes: int
     flops: float
     bytes: float
+
+class ForwardCall(Protocol):
+    """A builtin function: the addresses of one call, in bytes, and its cudaStream_t."""
+
+    def __call__(self, q: int, k: int, v: int, out: int, lse: int, workspace: int, stream: int, /) -> None: ...
 
 class Environment(TypedDict):
     version: str
@@ -28,34 +37,33 @@ class Environment(TypedDict):
     tma_available: bool
     message: str
 
+# batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
+Sizes = tuple[int, int, int, int, int, int, int, int, int]
+
 FP16: int
 BF16: int
 
 def version() -> str: ...
 def environment() -> Environment: ...
 def workspace_bytes() -> int: ...
-def forward_configs() -> list[ForwardPlan]: ...
-def forward_plan(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    head_dim: int,
-    head_dim_v: int,
-    window_left: int,
-    window_right: int,
+def forward_configs() -> list[Plan]: ...
+def backward_configs() -> list[Plan]: ...
+def forward_plan(sizes: Sizes, dtype: int, sm_margin: int, num_sms: int) -> Plan: ...
+def backward_plan(sizes: Sizes, dtype: int, sm_margin: int, deterministic: bool, num_sms: int) -> Plan: ...
+def backward(
+    tensors: Sequence[tuple[int, int, int, int]],  # q, k, v, out, dout, dq, dk, dv: address; batch, row, head stride
+    lse: int,
+    dlse: int,  # 0: none
+    workspace: int,
+    sizes: Sizes,
+    softmax_scale: float,
     dtype: int,
     sm_margin: int,
-    num_sms: int,
-) -> ForwardPlan: ...
-def forward(
-    q: int,
-    k: int,
-    v: int,
-    out: int,
-    lse: int,
-    workspace: int,
+    deterministic: bool,
+    stream: int,
+    /,
+) -> None: ...
+def prepare_forward(
     # strides in elements: batch, row, head of each tensor
     q_batch_stride: int,
     q_row_stride: int,
@@ -81,5 +89,7 @@ def forward(
     softmax_scale: float,
     dtype: int,
     sm_margin: int,
-    stream: int,
-) -> None: ...
+    /,
+) -> ForwardCall: ...
+def layout_reader(exchange_api: object, /) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bytes | None] | None:
+    """From torch.Tensor.__dlpack_c_exchange_api__; None where it is of another version."""

@@ -11,16 +11,16 @@ from types import TracebackType
 
 import torch
 
-from .engine import hopper
+from .engine import hopper, hopper_backward
 
 BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
-LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/dispatch.cpp: products in float32 stay finite and normal
+LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/problem.cpp: products in float32 stay finite and normal
 
 _requested = "auto"
-# (device index, dtype, head_dim, head_dim_v) -> whether the kernels serve them, masks aside. No process has CUDA and
-# another kind of accelerator, so the index (-1 on a CPU) names the device.
-_remembered: dict[tuple[int, torch.dtype, int, int], bool] = {}
+# (device index, dtype, head_dim, head_dim_v, is_backward) -> whether the kernels serve them, masks aside. No process
+# has CUDA and another kind of accelerator, so the index (-1 on a CPU) names the device.
+_remembered: dict[tuple[int, torch.dtype, int, int, bool], bool] = {}
 
 
 class set_backend:  # noqa: N801 - reads as the function that it is
@@ -59,6 +59,8 @@ def backend() -> str:
 def forget() -> None:
     """Drop what was looked up about devices and the compiled module (a test that replaces either needs this)."""
     _remembered.clear()
+    hopper.remembered.clear()
+    hopper_backward.forget()
 
 
 def resolve(
@@ -72,8 +74,9 @@ def resolve(
     has_sink: bool,
     is_packed: bool,
     softmax_scale: float,
+    is_backward: bool = False,
 ) -> bool:
-    """Whether the Hopper kernels serve this call (else the tiled engine does).
+    """Whether the Hopper kernels serve this call, or its gradients (else the tiled engine does).
 
     Raises:
         RuntimeError: "hopper" was asked for and cannot serve the call; or "auto" would take it, were its library
@@ -82,7 +85,7 @@ def resolve(
     if requested == "tiled":
         return False
     if (
-        _is_served(q, head_dim, head_dim_v)
+        _is_served(q, head_dim, head_dim_v, is_backward)
         and window_left < 0
         and window_right <= 0
         and softcap == 0.0
@@ -92,7 +95,7 @@ def resolve(
     ):
         return True
     reason, must_raise = refusal(
-        q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed, softmax_scale
+        q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed, softmax_scale, is_backward
     )
     if requested == "hopper":
         raise RuntimeError(f'backend "hopper" cannot serve this call: {reason}')
@@ -101,11 +104,11 @@ def resolve(
     return False
 
 
-def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int) -> bool:
-    key = (q.get_device(), q.dtype, head_dim, head_dim_v)
+def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int, is_backward: bool) -> bool:
+    key = (q.get_device(), q.dtype, head_dim, head_dim_v, is_backward)
     known = _remembered.get(key)
     if known is None:
-        known = _remembered[key] = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)[0] is None
+        known = _remembered[key] = _static_refusal(q.device, q.dtype, head_dim, head_dim_v, is_backward)[0] is None
     return known
 
 
@@ -119,11 +122,12 @@ def refusal(
     has_sink: bool,
     is_packed: bool,
     softmax_scale: float,
+    is_backward: bool = False,
 ) -> tuple[str | None, bool]:
-    """Why the Hopper kernels cannot serve a call (None: they can), and whether a broken installation is the only
-    reason.
+    """Why the Hopper kernels cannot serve a call or its gradients (None: they can), and whether a broken installation
+    is the only reason.
     """
-    reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v)
+    reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v, is_backward)
     feature = None
     if is_packed:
         feature = "packed sequences are not in the Hopper kernels yet"
@@ -141,7 +145,7 @@ def refusal(
 
 
 def _static_refusal(
-    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, is_backward: bool
 ) -> tuple[str | None, bool]:
     if device.type != "cuda":
         return f"q is on {device}, not on a CUDA device", False
@@ -161,7 +165,11 @@ def _static_refusal(
     if hopper.module is None:
         return f"the compiled module flashhopper._C did not load: {hopper.load_error}", True
     try:  # the library knows which kernels it has; the plan of any problem of this kind tells
-        hopper.module.forward_plan(1, 1, 1, 1, 1, head_dim, head_dim_v, -1, -1, hopper.dtype_code(dtype), 0, 132)
+        problem = (1, 1, 1, 1, 1, head_dim, head_dim_v, -1, -1)
+        if is_backward:
+            hopper.module.backward_plan(problem, hopper.dtype_code(dtype), 0, False, 132)
+        else:
+            hopper.module.forward_plan(problem, hopper.dtype_code(dtype), 0, 132)
     except RuntimeError as error:
         return str(error), False
     return None, False

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -89,8 +90,14 @@ def _module() -> Iterator[Finding]:
     same = version == __version__
     advice = "" if same else f"the Python files are {__version__}: reinstall so that both come from one build"
     yield Finding("compiled module", version, _GOOD if same else _PROBLEM, advice)
-    rows = {f"{row['head_dim']}/{row['head_dim_v']}" for row in hopper.module.forward_configs()}
-    yield Finding("kernels built", ", ".join(sorted(rows, key=lambda row: [int(part) for part in row.split("/")])))
+    yield Finding("forward kernels", _head_dims(hopper.module.forward_configs()))
+    yield Finding("backward kernels", _head_dims(hopper.module.backward_configs()))
+
+
+def _head_dims(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The head dimensions of config rows, each once."""
+    sizes = sorted({(int(row["head_dim"]), int(row["head_dim_v"])) for row in rows})
+    return ", ".join(f"{size}/{size_v}" for size, size_v in sizes) or "none in this build"
 
 
 def _gpus() -> Iterator[Finding]:

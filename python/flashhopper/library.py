@@ -2,8 +2,8 @@
 bindings/module.cpp) or engine/tiled.py.
 
 An operator takes the requested backend as a string and chooses its engine when it runs, so a compiled graph holds no
-decision about the machine it was traced on. Gradients come from the tiled engine on the saved (q, k, v, out, lse),
-whichever engine ran forward.
+decision about the machine it was traced on. Gradients are computed from the saved (q, k, v, out, lse), which mean the
+same whichever engine ran forward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from . import checks
 from .backends import resolve
-from .engine import hopper, tiled, tiles
+from .engine import hopper, hopper_backward, tiled, tiles
 
 _Tensor = torch.Tensor
 
@@ -24,6 +24,7 @@ _PACKING = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k"
 )
 _NUMBERS = "Tensor? sink, float softmax_scale, SymInt window_left, SymInt window_right, float softcap"
+_LAUNCH = "SymInt sm_margin, bool deterministic, str backend"
 _FORWARD = "(Tensor out, Tensor lse)"
 _GRADIENTS = "Tensor dout, Tensor? dlse"
 _SAVED = "Tensor out, Tensor lse"
@@ -31,10 +32,10 @@ _BACKWARD = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"  # dsink is empty 
 
 library: Any = torch.library.Library("flashhopper", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
-    f"forward({_INPUTS}, {_NUMBERS}, SymInt sm_margin, str backend) -> {_FORWARD}",
-    f"backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_NUMBERS}, str backend) -> {_BACKWARD}",
-    f"varlen_forward({_INPUTS}, {_PACKING}, {_NUMBERS}, SymInt sm_margin, str backend) -> {_FORWARD}",
-    f"varlen_backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_PACKING}, {_NUMBERS}, str backend) -> {_BACKWARD}",
+    f"forward({_INPUTS}, {_NUMBERS}, {_LAUNCH}) -> {_FORWARD}",
+    f"backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_NUMBERS}, {_LAUNCH}) -> {_BACKWARD}",
+    f"varlen_forward({_INPUTS}, {_PACKING}, {_NUMBERS}, {_LAUNCH}) -> {_FORWARD}",
+    f"varlen_backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_PACKING}, {_NUMBERS}, {_LAUNCH}) -> {_BACKWARD}",
 ):
     library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
@@ -49,6 +50,7 @@ def dense_forward(
     window_right: int,
     softcap: float,
     sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::forward on real tensors."""
@@ -74,11 +76,14 @@ def run_dense(
     backend: str,
     sizes: checks.DenseShape,
     needs_lse: bool,
+    key: hopper.CallKey | None = None,
 ) -> tuple[_Tensor, _Tensor | None]:
-    """Checked dense attention on the engine that serves it; lse may be None where it is not needed."""
+    """Checked dense attention on the engine that serves it; lse may be None where it is not needed. Under key, if
+    given, the Hopper engine remembers what it prepares.
+    """
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
-        return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse)
+        return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse, key)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
 
 
@@ -110,6 +115,7 @@ def _dense_forward_fake(
     window_right: int,
     softcap: float,
     sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     batch, seqlen_q, heads, head_dim, _, _, head_dim_v = checks.dense(q, k, v)
@@ -134,11 +140,19 @@ def dense_backward(
     window_left: int,
     window_right: int,
     softcap: float,
+    sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
-    checks.dense(q, k, v)
+    """flashhopper::backward on real tensors; dsink is empty without a sink."""
+    sizes = checks.dense(q, k, v)
     checks.output_gradient(dout, out)
-    settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
+    has_sink = sink is not None
+    window = (window_left, window_right)
+    if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, False, softmax_scale, True):
+        numbers = (softmax_scale, *window, sm_margin, deterministic)
+        return *hopper_backward.backward(dout, dlse, q, k, v, out, lse, sizes, *numbers), q.new_empty(0)
+    settings = tiled.Settings(softmax_scale, *window, softcap)
     dq, dk, dv, dsink = tiled.dense_backward(dout, dlse, q, k, v, out, lse, sink, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
 
@@ -171,6 +185,8 @@ def _dense_backward_fake(
     window_left: int,
     window_right: int,
     softcap: float,
+    sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
     checks.dense(q, k, v)
@@ -193,6 +209,7 @@ def varlen_forward(
     window_right: int,
     softcap: float,
     sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::varlen_forward on real tensors."""
@@ -222,6 +239,7 @@ def _varlen_forward_fake(
     window_right: int,
     softcap: float,
     sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     sizes = checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
@@ -253,6 +271,8 @@ def varlen_backward(
     window_left: int,
     window_right: int,
     softcap: float,
+    sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
     packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
@@ -282,6 +302,8 @@ def _varlen_backward_fake(
     window_left: int,
     window_right: int,
     softcap: float,
+    sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
     return _backward_fake(dout, dlse, q, k, v, out, lse, sink)

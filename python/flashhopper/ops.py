@@ -14,6 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import checks, library
+from .engine import hopper
 
 _Tensor = torch.Tensor
 
@@ -60,6 +61,26 @@ def autocast(
     return q, k, v, sink
 
 
+def wants_gradient(q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None) -> bool:
+    """Whether autograd must see this call."""
+    return torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    )
+
+
+def call_key(
+    q: _Tensor, k: _Tensor, v: _Tensor, softmax_scale: float | None, causal: bool, sm_margin: int, backend: str
+) -> hopper.CallKey | None:
+    """What a repeated call has in common with the first, for a plain call without gradients, windows, softcap and sink
+    (tensors unchecked as yet); None where this cannot be told by looking.
+    """
+    # Numbers of other types may equal these and yet be refused.
+    if type(sm_margin) is not int or (softmax_scale is not None and type(softmax_scale) is not float):
+        return None
+    layouts = hopper.read_layouts(q, k, v)
+    return None if layouts is None else (layouts, softmax_scale, 0 if causal else -1, sm_margin, backend)
+
+
 def dense_attention(
     q: _Tensor,
     k: _Tensor,
@@ -70,24 +91,27 @@ def dense_attention(
     window_right: int,
     softcap: float,
     sm_margin: int,
+    deterministic: bool,
     backend: str,
     plain: bool,
     sizes: checks.DenseShape,
     needs_lse: bool,
+    key: hopper.CallKey | None,
 ) -> tuple[_Tensor, _Tensor | None]:
-    """Checked dense attention by the shortest way that this call allows; lse may be None where it is not needed."""
+    """Checked dense attention by the shortest way that this call allows; lse may be None where it is not needed. key is
+    call_key's, or None for a call that is not to be remembered.
+    """
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     if not plain:
         _refuse_tangents(q, k, v, sink)
         run = library.forward_op if _is_dispatched() else _differentiable
-        out, lse = run(q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+        out, lse = run(q, k, v, sink, *numbers)
         return out, lse
-    if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-    ):
-        out, lse = _plain(q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    if wants_gradient(q, k, v, sink):
+        out, lse = _plain(q, k, v, sink, *numbers)
         return out, lse
     return library.run_dense(
-        q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend, sizes, needs_lse
+        q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend, sizes, needs_lse, key
     )
 
 
@@ -107,11 +131,12 @@ def packed_attention(
     window_right: int,
     softcap: float,
     sm_margin: int,
+    deterministic: bool,
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     """Checked attention over packed sequences."""
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     _refuse_tangents(q, k, v, sink)
     run = library.varlen_forward_op if _is_dispatched() else _differentiable_varlen
     out, lse = run(q, k, v, *packing, sink, *numbers)
@@ -139,9 +164,9 @@ def _refuse_forward_mode(*_: Any) -> NoReturn:
 
 
 def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
-    q, k, v, sink, *numbers, _, backend = inputs
+    q, k, v, sink, *numbers = inputs
     ctx.save_for_backward(q, k, v, *output, sink)
-    ctx.numbers = (*numbers, backend)
+    ctx.numbers = numbers
     ctx.set_materialize_grads(False)  # an unused lse costs nothing
 
 
@@ -151,14 +176,14 @@ def _dense_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tup
         dout = torch.zeros_like(out)
     run = _gradient_runner(library.backward_op, library.dense_backward, _once)
     dq, dk, dv, dsink = run(dout, dlse, q, k, v, out, lse, sink, *ctx.numbers)
-    return dq, dk, dv, None if sink is None else dsink, *(None,) * 6
+    return dq, dk, dv, None if sink is None else dsink, *(None,) * 7
 
 
 def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
-    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_q, max_k, sink, *numbers, _, backend = inputs
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_q, max_k, sink, *numbers = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sink)
     ctx.lengths = (max_q, max_k)
-    ctx.numbers = (*numbers, backend)
+    ctx.numbers = numbers
     ctx.set_materialize_grads(False)
 
 
@@ -168,7 +193,7 @@ def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tu
         dout = torch.zeros_like(tensors[3])
     run = _gradient_runner(library.varlen_backward_op, library.varlen_backward, _once_varlen)
     dq, dk, dv, dsink = run(dout, dlse, *tensors, *ctx.lengths, sink, *ctx.numbers)
-    return dq, dk, dv, *(None,) * 6, None if sink is None else dsink, *(None,) * 6
+    return dq, dk, dv, *(None,) * 6, None if sink is None else dsink, *(None,) * 7
 
 
 def _gradient_runner(operator: Any, implementation: Any, once: Any) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import backends, checks, flops
-from .engine import hopper, tiles
+from .engine import hopper, hopper_backward, tiles
 from .engine.mask import Mask
 
 _TILED_GRADIENTS = "tiled engine, recomputed from the saved (q, k, v, out, lse); bit-reproducible"
@@ -97,7 +97,8 @@ def explain(
     mask = Mask(seqlen_q, seqlen_k, left, right)
     requested = backends.backend()
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, softcap, sink is not None, False, scale)
+    options = (softcap, sink is not None, False, scale)
+    reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, *options)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
     problem = (
         f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, "
@@ -112,7 +113,7 @@ def explain(
         "problem": problem,
         "flops": float(flops.forward_flops(batch * mask.kept(), heads, head_dim, head_dim_v)),
         "bytes": float(elements * q.element_size() + lse_bytes),
-        "gradients": _TILED_GRADIENTS,
+        "gradients": _gradients(requested, q, sizes, (left, right), sm_margin, deterministic, options),
         "notes": _notes(),
     }
     if runs_hopper and reason is None:
@@ -126,6 +127,29 @@ def _why(requested: str, reason: str | None, runs_hopper: bool) -> str:
     if reason is None:
         return "a Hopper GPU, dtype, head sizes and mask that the kernels have"
     return f"the call would raise RuntimeError, {reason}" if runs_hopper else reason
+
+
+def _gradients(
+    requested: str,
+    q: torch.Tensor,
+    sizes: checks.DenseShape,
+    window: tuple[int, int],
+    sm_margin: int,
+    deterministic: bool,
+    options: tuple[float, bool, bool, float],
+) -> str:
+    softcap, has_sink, is_packed, scale = options
+    reason, _ = backends.refusal(q, sizes[3], sizes[6], *window, softcap, has_sink, is_packed, scale, is_backward=True)
+    if requested == "tiled" or reason is not None:
+        return _TILED_GRADIENTS
+    if hopper_backward.is_empty(sizes):
+        return "hopper, zeros: the problem has no queries or no keys"
+    row = hopper_backward.backward_plan(sizes, q.dtype, *window, sm_margin, deterministic, q.device)
+    order = "in a fixed order, bit-reproducible" if deterministic else "in the order of arrival"
+    return (
+        f"hopper, {row['config']}: {row['tiles']} tiles of {row['tile_n']} keys, {row['grid']} thread blocks, "
+        f"{row['smem_bytes']} bytes of shared memory, {row['workspace_bytes']} of workspace; dq summed {order}"
+    )
 
 
 def _notes() -> tuple[str, ...]:
@@ -150,6 +174,11 @@ def _hopper_plan(
     sm_margin: int,
     common: dict[str, object],
 ) -> Plan:
+    if hopper.is_empty(sizes):
+        # Nothing is launched; what would be is the plan of a single query.
+        batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = (max(size, 1) for size in sizes)
+        sizes = (batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v)
+        common = {**common, "notes": (*_notes(), "the problem is empty: nothing is launched")}
     row = hopper.forward_plan(sizes, q.dtype, left, right, sm_margin, q.device)
     reasons = ((name, hopper.copy_reason(x)) for name, x in (("q", q), ("k", k), ("v", v)))
     return Plan(

@@ -1,4 +1,4 @@
-// Every row of the config table fits the machine, and the heuristics find a row for every head dimension.
+// Every row of the config tables fits the machine, and the heuristics find a row for every head dimension.
 #include <set>
 #include <string_view>
 
@@ -37,6 +37,55 @@ void validity_can_fail() {
   CHECK(!is_valid(row));
 }
 
+void backward_rows_fit() {
+  std::set<std::string_view> names;
+  for (BackwardConfig const& row : kBackwardConfigs) {
+    CHECK(is_valid(row));
+    CHECK(names.insert(row.name).second);
+    CHECK(smem_bytes(row) <= 227 * 1024);
+    CHECK(kBackwardConfigs[find_backward_config(row.name)].name == row.name);
+    CHECK(find_forward_config(row.name) == -1);
+    // setmaxnreg: in steps of 8, together no more than the launch gives, 168 a thread.
+    int const producer = kBackwardProducerRegisters, consumer = kBackwardConsumerRegisters;
+    CHECK(producer % 8 == 0 && producer >= 24 && consumer % 8 == 0 && consumer <= 240);
+    CHECK(kWarpgroupThreads * (producer + kBackwardWarpgroups * consumer) <= kBackwardThreads * 168);
+    CHECK(kBackwardThreads * 168 <= 64 * 1024);
+    // The slices of a tile that TMA moves and that warpgroups own are whole boxes.
+    int const owners = row.share == Share::kKeys ? 1 : kBackwardWarpgroups;
+    for (int head_dim : {row.head_dim, row.head_dim_v}) CHECK(head_dim / owners % box_columns(row, head_dim) == 0);
+  }
+  CHECK(find_backward_config("bwd_nothing") == -1);
+}
+
+void backward_validity_can_fail() {
+  BackwardConfig const good = kBackwardConfigs[0];
+  BackwardConfig row = good;
+  row.tile_n = 96;
+  CHECK(!is_valid(row));
+  row = good;
+  row.tile_m = 192;
+  CHECK(!is_valid(row));
+  row = good;
+  row.q_stages = 64;
+  CHECK(!is_valid(row));
+  row = good;
+  row.dout_stages = 64;
+  CHECK(!is_valid(row));
+  row = good;
+  row.head_dim_v = good.head_dim + 64;
+  CHECK(!is_valid(row));
+  row = good;
+  row.head_dim = row.head_dim_v = 96;
+  CHECK(!is_valid(row));
+  row = good;
+  row.share = Share::kColumns;  // with tiles made for the other way to share
+  CHECK(!is_valid(row));
+  row = good;
+  row.head_dim = row.head_dim_v = 256;  // more registers than a thread has
+  row.tile_m = 64;
+  CHECK(!is_valid(row));
+}
+
 void heuristics_choose_the_smallest_row() {
   Mask const full{1024, 1024, -1, -1}, causal{1024, 1024, -1, 0};
   auto const all = [](int) { return true; };
@@ -62,6 +111,32 @@ void heuristics_choose_the_smallest_row() {
         kForwardConfigs[choose_forward_config(128, 128, causal, all)].tile_n);
 }
 
+void backward_heuristics_choose_the_smallest_row() {
+  Mask const full{1024, 1024, -1, -1}, causal{1024, 1024, -1, 0};
+  auto const all = [](int) { return true; };
+  for (Mask const& mask : {full, causal}) {
+    for (int d = 8; d <= 256; d += 8) {
+      for (int dv = 8; dv <= 256; dv += 8) {
+        int const index = choose_backward_config(d, dv, mask, all);
+        if (!CHECK(index >= 0)) continue;
+        BackwardConfig const& row = kBackwardConfigs[index];
+        CHECK(row.head_dim >= d && row.head_dim_v >= dv);
+        for (BackwardConfig const& other : kBackwardConfigs) {
+          if (other.head_dim >= d && other.head_dim_v >= dv) {
+            CHECK(other.head_dim + other.head_dim_v >= row.head_dim + row.head_dim_v);
+          }
+        }
+      }
+    }
+    CHECK(choose_backward_config(264, 64, mask, all) == -1);
+    CHECK(choose_backward_config(64, 264, mask, all) == -1);
+    CHECK(choose_backward_config(64, 64, mask, [](int) { return false; }) == -1);
+  }
+  CHECK(kBackwardConfigs[choose_backward_config(192, 128, full, all)].head_dim_v == 128);
+  int const widest = find_backward_config("bwd_hd256_m64_n64");
+  CHECK(choose_backward_config(64, 64, full, [&](int row) { return row == widest; }) == widest);
+}
+
 // A narrowed build serves what its rows can hold.
 void heuristics_respect_the_build() {
   Mask const full{1024, 1024, -1, -1};
@@ -76,6 +151,9 @@ int main() {
   heuristics_respect_the_build();
   rows_fit();
   validity_can_fail();
+  backward_rows_fit();
+  backward_validity_can_fail();
+  backward_heuristics_choose_the_smallest_row();
   heuristics_choose_the_smallest_row();
   return check::report("config");
 }

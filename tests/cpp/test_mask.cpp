@@ -1,5 +1,5 @@
 // The mask policy against brute force over ragged lengths: ranges cover what is kept, visit nothing in vain, and the
-// unmasked blocks need no element test.
+// unmasked blocks need no element test; once by rows, as the forward walks, and once by keys, as the backward does.
 #include <algorithm>
 #include <vector>
 
@@ -40,6 +40,35 @@ void compare(int sq, int sk, int left, int right, int tile_m, int tile_n) {
   }
 }
 
+// The same by keys: a tile of keys against query blocks. Queries past the end do not exist and spoil no block; keys
+// past the end do, for their scores must become zero.
+void compare_by_keys(int sq, int sk, int left, int right, int tile_m, int tile_n) {
+  Mask const mask{sq, sk, left, right};
+  for (int j = 0; j < sk; ++j) {
+    int const begin = mask.query_begin(j), end = mask.query_end(j);
+    for (int i = 0; i < sq + 2; ++i) CHECK((i >= begin && i < end) == (i < sq && kept(i, j, sq, sk, left, right)));
+  }
+  int const blocks = ceil_div(sq, tile_m);
+  for (int key_begin = 0; key_begin < sk; key_begin += tile_n) {
+    int const key_end = key_begin + tile_n;
+    BlockRange const visited = mask.visited_queries(key_begin, key_end, tile_m);
+    BlockRange const unmasked = mask.unmasked_queries(key_begin, key_end, tile_m);
+    CHECK(visited.size() == 0 || (visited.begin >= 0 && visited.end <= blocks));
+    CHECK(key_end <= sk || unmasked.size() == 0);
+    for (int b = 0; b < blocks; ++b) {
+      int const row_end = std::min((b + 1) * tile_m, sq);
+      int count = 0;
+      for (int i = b * tile_m; i < row_end; ++i) {
+        for (int j = key_begin; j < key_end; ++j) count += kept(i, j, sq, sk, left, right);
+      }
+      bool const in_visited = b >= visited.begin && b < visited.end;
+      bool const in_unmasked = b >= unmasked.begin && b < unmasked.end;
+      CHECK(in_visited == (count > 0));
+      CHECK(in_unmasked == (count == (row_end - b * tile_m) * tile_n));
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -49,7 +78,11 @@ int main() {
     for (int sk : lengths) {
       for (int left : windows) {
         for (int right : windows) {
-          if (sq > 0) compare(sq, sk, left, right, 16, 8), compare(sq, sk, left, right, 8, 24);
+          if (sq == 0) continue;
+          compare(sq, sk, left, right, 16, 8);
+          compare(sq, sk, left, right, 8, 24);
+          compare_by_keys(sq, sk, left, right, 16, 8);
+          compare_by_keys(sq, sk, left, right, 8, 24);
         }
       }
     }
@@ -62,5 +95,10 @@ int main() {
   CHECK((Mask{1, big, -1, 0}.key_end(0) == big));
   CHECK((Mask{big, 1, -1, 0}.key_end(0) == 0));
   CHECK((Mask{big, 1, -1, 0}.key_end(big - 1) == 1));
+  CHECK(causal.query_begin(big - 1) == big - 1);
+  CHECK(causal.visited_queries(0, 128, 64).end == big / 64);
+  CHECK((Mask{1, big, -1, 0}.query_begin(big - 1) == 0));
+  CHECK((Mask{big, 1, -1, 0}.query_begin(0) == big - 1));
+  CHECK((Mask{big, 1, 0, 0}.query_end(0) == big));
   return check::report("mask");
 }

@@ -4,7 +4,9 @@ no GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,26 +14,41 @@ import torch
 from flashhopper import backends
 from flashhopper.engine import hopper
 
-# The parameters of _C.forward, in order (python/flashhopper/_C.pyi).
-FORWARD_PARAMETERS = (
-    *("q", "k", "v", "out", "lse", "workspace"),
+# The parameters of _C.prepare_forward and of what it returns, in order (python/flashhopper/_C.pyi).
+PREPARE_PARAMETERS = (
     *("q_batch_stride", "q_row_stride", "q_head_stride"),
     *("k_batch_stride", "k_row_stride", "k_head_stride"),
     *("v_batch_stride", "v_row_stride", "v_head_stride"),
     *("out_batch_stride", "out_row_stride", "out_head_stride"),
     *("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"),
-    *("window_left", "window_right", "softmax_scale", "dtype", "sm_margin", "stream"),
+    *("window_left", "window_right", "softmax_scale", "dtype", "sm_margin"),
 )
+CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
+# The parameters of _C.backward, the tensors of its first and the sizes of its fifth.
+BACKWARD_PARAMETERS = (
+    *("tensors", "lse", "dlse", "workspace", "sizes", "softmax_scale", "dtype", "sm_margin", "deterministic", "stream"),
+)
+BACKWARD_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+SIZES = (
+    *("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"),
+    *("window_left", "window_right"),
+)
+
+Rows = tuple[tuple[int, int], ...]
 
 
 class FakeModule:
     """Records the calls; head sizes as in the real table."""
 
     FP16, BF16 = 0, 1
-    rows = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    rows: Rows = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    backward_rows: Rows = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 
     def __init__(self) -> None:
         self.calls: list[dict[str, float]] = []
+        self.backward_calls: list[dict[str, Any]] = []
+        self.backward_plans: list[tuple[object, ...]] = []
+        self.prepared = 0
         self.error: Exception | None = None
         self.workspaces = 0
         self.stream = 77
@@ -56,33 +73,63 @@ class FakeModule:
         return 130
 
     def forward_configs(self) -> list[dict[str, object]]:
-        return [self._row(d, dv) for d, dv in self.rows]
+        return [self._row("fwd", d, dv) for d, dv in self.rows]
 
-    def _row(self, head_dim: int, head_dim_v: int) -> dict[str, object]:
+    def backward_configs(self) -> list[dict[str, object]]:
+        return [self._row("bwd", d, dv) for d, dv in self.backward_rows]
+
+    def _row(self, kind: str, head_dim: int, head_dim_v: int) -> dict[str, object]:
         numbers = {"tile_m": 128, "tile_n": 160, "stages": 2, "q_stages": 1, "consumer_warpgroups": 2, "threads": 384}
         registers = {"producer_registers": 24, "consumer_registers": 240, "smem_bytes": 200000}
-        work = {"grid": 132, "tiles": 64, "flops": 1.0, "bytes": 2.0}
-        config = f"fwd_hd{head_dim}_m128_n160"
+        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "flops": 1.0, "bytes": 2.0}
+        config = f"{kind}_hd{head_dim}_m128_n160"
         return {"config": config, "head_dim": head_dim, "head_dim_v": head_dim_v, **numbers, **registers, **work}
 
-    def forward_plan(self, *arguments: int) -> dict[str, object]:
-        assert len(arguments) == 12
-        self.plan_arguments = arguments
-        head_dim, head_dim_v = arguments[5:7]
-        fitting = [row for row in self.rows if row[0] >= head_dim and row[1] >= head_dim_v]
+    def forward_plan(self, sizes: Sequence[int], dtype: int, sm_margin: int, num_sms: int) -> dict[str, object]:
+        self.plan_arguments = (sizes, dtype, sm_margin, num_sms)
+        return self._plan("fwd", "forward", self.rows, sizes)
+
+    def backward_plan(
+        self, sizes: Sequence[int], dtype: int, sm_margin: int, deterministic: bool, num_sms: int
+    ) -> dict[str, object]:
+        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms))
+        return self._plan("bwd", "backward", self.backward_rows, sizes)
+
+    def _plan(self, kind: str, direction: str, rows: Rows, sizes: Sequence[int]) -> dict[str, object]:
+        assert len(sizes) == len(SIZES)
+        head_dim, head_dim_v = sizes[5:7]
+        fitting = [row for row in rows if row[0] >= head_dim and row[1] >= head_dim_v]
         if not fitting:
-            built = ", ".join(f"{row}/{row_v}" for row, row_v in self.rows)
+            built = ", ".join(f"{row}/{row_v}" for row, row_v in rows) or "none in this dtype"
             raise RuntimeError(
-                f"no kernel was built for bf16 with head_dim {head_dim} and head_dim_v {head_dim_v} "
+                f"no {direction} kernel was built for bf16 with head_dim {head_dim} and head_dim_v {head_dim_v} "
                 f"(built, up to: {built})"
             )
-        return self._row(*min(fitting))
+        return self._row(kind, *min(fitting))
 
-    def forward(self, *arguments: float) -> None:
-        assert len(arguments) == len(FORWARD_PARAMETERS)
+    def backward(self, *arguments: Any) -> None:
+        assert len(arguments) == len(BACKWARD_PARAMETERS)
+        call = dict(zip(BACKWARD_PARAMETERS, arguments, strict=True))
+        call |= dict(zip(SIZES, call.pop("sizes"), strict=True))
+        for name, (address, *strides) in zip(BACKWARD_TENSORS, call.pop("tensors"), strict=True):
+            call[name] = address
+            call[f"{name}_strides"] = tuple(strides)
         if self.error is not None:
             raise self.error
-        self.calls.append(dict(zip(FORWARD_PARAMETERS, arguments, strict=True)))
+        self.backward_calls.append(call)
+
+    def prepare_forward(self, *arguments: float) -> Callable[..., None]:
+        assert len(arguments) == len(PREPARE_PARAMETERS)
+        self.prepared += 1
+        prepared = dict(zip(PREPARE_PARAMETERS, arguments, strict=True))
+
+        def call(*addresses: int) -> None:
+            assert len(addresses) == len(CALL_PARAMETERS)
+            if self.error is not None:
+                raise self.error
+            self.calls.append(prepared | dict(zip(CALL_PARAMETERS, addresses, strict=True)))
+
+        return call
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
@@ -92,9 +139,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     refuse = backends._static_refusal
 
     def static_refusal(
-        device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int
+        device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, is_backward: bool
     ) -> tuple[str | None, bool]:
-        return refuse(torch.device("cuda", 0), dtype, head_dim, head_dim_v)
+        return refuse(torch.device("cuda", 0), dtype, head_dim, head_dim_v, is_backward)
 
     def new_workspace(index: int, spare_rows: int) -> hopper.Workspace:
         fake.workspaces += 1

@@ -87,9 +87,29 @@ def test_a_build_with_few_head_sizes_says_so(monkeypatch: pytest.MonkeyPatch) ->
     assert not resolve("auto", Query(), 192, 128)
     with pytest.raises(
         RuntimeError,
-        match=r"no kernel was built for bf16 with head_dim 192 and head_dim_v 128 \(built, up to: 128/128\)",
+        match=r"no forward kernel was built for bf16 with head_dim 192 and head_dim_v 128 \(built, up to: 128/128\)",
     ):
         resolve("hopper", Query(), 192, 128)
+
+
+@pytest.mark.usefixtures("machine")
+def test_forward_and_backward_are_served_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeModule, "rows", ((128, 128),))
+    monkeypatch.setattr(FakeModule, "backward_rows", ((64, 64), (256, 256)))
+    assert resolve("auto", Query(), 64, 64, is_backward=True)
+    assert resolve("auto", Query(), 256, 192, is_backward=True)
+    assert not resolve("auto", Query(), 256, 192)
+    monkeypatch.setattr(FakeModule, "backward_rows", ((64, 64),))
+    backends.forget()
+    assert resolve("hopper", Query(), 128, 128)
+    assert not resolve("auto", Query(), 128, 128, is_backward=True)
+    with pytest.raises(
+        RuntimeError,
+        match=r"no backward kernel was built for bf16 with head_dim 128 and head_dim_v 128 \(built, up to: 64/64\)",
+    ):
+        resolve("hopper", Query(), 128, 128, is_backward=True)
+    for options in ({"window_left": 5}, {"softcap": 1.0}, {"has_sink": True}, {"is_packed": True}):
+        assert not resolve("auto", Query(), 64, 64, is_backward=True, **options)
 
 
 @pytest.mark.usefixtures("machine")
@@ -170,8 +190,28 @@ def test_explain_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     module = install(monkeypatch)
     q, k = torch.randn(2, 100, 8, 128).bfloat16(), torch.randn(2, 50, 2, 128).bfloat16()
     plan = fh.explain(q, k, k, causal=True, sm_margin=2)
-    assert module.plan_arguments == (2, 8, 2, 100, 50, 128, 128, -1, 0, FakeModule.BF16, 2, 132)
+    assert module.plan_arguments == ((2, 8, 2, 100, 50, 128, 128, -1, 0), FakeModule.BF16, 2, 132)
     assert (plan.backend, plan.config, plan.tile_m, plan.tile_n) == ("hopper", "fwd_hd128_m128_n160", 128, 160)
     assert (plan.grid, plan.tiles, plan.splits, plan.smem_bytes, plan.workspace_bytes) == (132, 64, 1, 200000, 130)
     assert "132 thread blocks of 384 threads" in str(plan)
-    assert module.calls == []
+    assert module.backward_plans[-1] == ((2, 8, 2, 100, 50, 128, 128, -1, 0), FakeModule.BF16, 2, False, 132)
+    text = "hopper, bwd_hd128_m128_n160: 64 tiles of 160 keys, 132 thread blocks, 200000 bytes of shared memory"
+    assert plan.gradients == f"{text}, 4321 of workspace; dq summed in the order of arrival"
+    assert plan.gradients in str(plan)
+    assert "in a fixed order, bit-reproducible" in fh.explain(q, k, k, deterministic=True).gradients
+    with fh.set_backend("tiled"):
+        assert "tiled engine" in fh.explain(q, k, k).gradients
+    assert "tiled engine" in fh.explain(q, k, k, window_size=(3, 0)).gradients
+    assert module.calls == module.backward_calls == []
+
+
+def test_explain_without_a_backward_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fake_module import install
+
+    module = install(monkeypatch)
+    module.backward_rows = ((64, 64),)
+    q = torch.randn(2, 100, 8, 128).bfloat16()
+    plan = fh.explain(q, q, q)
+    assert plan.backend == "hopper"
+    assert "tiled engine" in plan.gradients
+    assert fh.explain(q[..., :64], q[..., :64], q[..., :64]).gradients.startswith("hopper, bwd_hd64")

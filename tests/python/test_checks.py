@@ -84,7 +84,7 @@ def test_dense_under_fake_tensors(change: dict[str, torch.Tensor], message: str)
     arguments = {name: mode.from_tensor(x) for name, x in {**qkv(), **change}.items()}
     with mode, pytest.raises(ValueError, match=re.escape(message)):
         fh.flash_attn_func(**arguments)
-    rest = (arguments.get("sink"), 0.25, -1, -1, 0.0, 0, "auto")
+    rest = (arguments.get("sink"), 0.25, -1, -1, 0.0, 0, False, "auto")
     with mode, pytest.raises(ValueError, match=re.escape(message)):
         torch.ops.flashhopper.forward(arguments["q"], arguments["k"], arguments["v"], *rest)
 
@@ -188,4 +188,4 @@ def test_a_gradient_of_the_wrong_shape() -> None:
     q, k, v = (torch.randn(1, 3, 2, 4) for _ in range(3))
     out, lse = fh.flash_attn_func(q, k, v, return_lse=True)
     with pytest.raises(ValueError, match=r"dout has shape \(1, 2, 2, 4\), must have the output's \(1, 3, 2, 4\)"):
-        torch.ops.flashhopper.backward(out[:, :2], None, q, k, v, out, lse, None, 0.5, -1, -1, 0.0, "auto")
+        torch.ops.flashhopper.backward(out[:, :2], None, q, k, v, out, lse, None, 0.5, -1, -1, 0.0, 0, False, "auto")

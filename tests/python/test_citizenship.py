@@ -35,12 +35,12 @@ def test_opcheck_dense(requires_grad: bool, with_sink: bool) -> None:
     q, k, v = dense(requires_grad)
     sink = torch.randn(4, requires_grad=requires_grad) if with_sink else None
     numbers = (0.25, 3, 0, 0.0)
-    torch.library.opcheck(torch.ops.flashhopper.forward.default, (q, k, v, sink, *numbers, 0, "auto"))
+    torch.library.opcheck(torch.ops.flashhopper.forward.default, (q, k, v, sink, *numbers, 0, False, "auto"))
     with torch.no_grad():
-        out, lse = torch.ops.flashhopper.forward(q, k, v, sink, *numbers, 0, "auto")
+        out, lse = torch.ops.flashhopper.forward(q, k, v, sink, *numbers, 0, False, "auto")
     arguments = (torch.randn_like(out), torch.randn_like(lse), *(x.detach() for x in (q, k, v)), out, lse)
     sink = None if sink is None else sink.detach()
-    torch.library.opcheck(torch.ops.flashhopper.backward.default, (*arguments, sink, *numbers, "auto"))
+    torch.library.opcheck(torch.ops.flashhopper.backward.default, (*arguments, sink, *numbers, 0, False, "auto"))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -51,12 +51,12 @@ def test_opcheck_packed(requires_grad: bool) -> None:
     # Offsets drawn by the test harness would be no offsets, so the dynamic-shape test, which does that, is left out.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     operator = torch.ops.flashhopper.varlen_forward.default
-    torch.library.opcheck(operator, (q, k, v, *packing, *numbers, 0, "auto"), test_utils=utils)
+    torch.library.opcheck(operator, (q, k, v, *packing, *numbers, 0, False, "auto"), test_utils=utils)
     with torch.no_grad():
-        out, lse = operator(q, k, v, *packing, *numbers, 0, "auto")
+        out, lse = operator(q, k, v, *packing, *numbers, 0, False, "auto")
     arguments = (torch.randn_like(out), None, *(x.detach() for x in (q, k, v)), out, lse)
     operator = torch.ops.flashhopper.varlen_backward.default
-    torch.library.opcheck(operator, (*arguments, *packing, *numbers, "auto"), test_utils=utils)
+    torch.library.opcheck(operator, (*arguments, *packing, *numbers, 0, False, "auto"), test_utils=utils)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -64,13 +64,13 @@ def test_fakes_tell_the_truth(dtype: torch.dtype) -> None:
     q, k, v = dense(dtype=dtype)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)  # the result is contiguous all the same
     real = fh.flash_attn_func(q, k, v, return_lse=True)
-    gradients = torch.ops.flashhopper.backward(real[0], None, q, k, v, *real, None, 0.1, -1, -1, 0.0, "auto")
+    gradients = torch.ops.flashhopper.backward(real[0], None, q, k, v, *real, None, 0.1, -1, -1, 0.0, 0, False, "auto")
     mode = FakeTensorMode()
     fake_q, fake_k, fake_v, fake_out, fake_lse = (mode.from_tensor(x) for x in (q, k, v, *real))
     with mode:
         fake = fh.flash_attn_func(fake_q, fake_k, fake_v, return_lse=True)
         fake_gradients = torch.ops.flashhopper.backward(
-            fake_out, None, fake_q, fake_k, fake_v, fake_out, fake_lse, None, 0.1, -1, -1, 0.0, "auto"
+            fake_out, None, fake_q, fake_k, fake_v, fake_out, fake_lse, None, 0.1, -1, -1, 0.0, 0, False, "auto"
         )
     for a, b in zip((*real, *gradients), (*fake, *fake_gradients), strict=True):
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

@@ -56,7 +56,7 @@ def test_a_healthy_machine_without_a_gpu(module: FakeModule) -> None:
     assert found["gpu"].status == "note"
     assert found["gpu"].advice == "the tiled engine serves"
     assert found["driver"].value == "none: no driver"
-    assert found["kernels built"].value == "64/64, 96/96, 128/128, 192/128, 192/192, 256/256"
+    assert found["forward kernels"].value == "64/64, 96/96, 128/128, 192/128, 192/192, 256/256"
     assert found["one tile"].status == "ok"
     assert "tiled engine, float32 on cpu: max error" in found["one tile"].value
 

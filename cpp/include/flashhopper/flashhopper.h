@@ -1,5 +1,5 @@
 // The C ABI of libflashhopper.so: plain structs, status codes, no torch and no C++ types.
-// Before it: cpp/bindings/module.cpp (Python). After it: cpp/src/api.cpp -> cpp/src/dispatch.cpp.
+// Before it: cpp/bindings/module.cpp (Python). After it: cpp/src/api.cpp.
 #pragma once
 
 #include <stdint.h>
@@ -52,14 +52,34 @@ typedef struct {
   void* stream;       // cudaStream_t
 } flashhopper_forward_params;
 
-// What a forward call will do; filled without touching a device.
+// Gradients of flashhopper_forward by recomputation from (q, k, v, out, lse). dk and dv are summed over the query heads
+// of a group. dlse is the gradient of lse, or null for zero.
+typedef struct {
+  flashhopper_tensor q;           // (batch, seqlen_q, heads,    head_dim)
+  flashhopper_tensor k;           // (batch, seqlen_k, kv_heads, head_dim)
+  flashhopper_tensor v;           // (batch, seqlen_k, kv_heads, head_dim_v)
+  flashhopper_tensor out, dout;   // (batch, seqlen_q, heads,    head_dim_v)
+  flashhopper_tensor dq, dk, dv;  // of the shapes of q, k, v; every element is written
+  const float *lse, *dlse;        // (batch, heads, seqlen_q) contiguous, natural log; dlse may be null
+  void* workspace;  // plan.workspace_bytes of device memory, 256-byte aligned, contents undefined before and after
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int64_t window_left, window_right;
+  float softmax_scale;
+  int32_t dtype;          // flashhopper_dtype of all tensors but lse and dlse
+  int32_t sm_margin;      // multiprocessors left free for other kernels
+  int32_t deterministic;  // 1: bit-equal gradients in every run; dq's sums then wait for one another
+  void* stream;           // cudaStream_t
+} flashhopper_backward_params;
+
+// What a call will do; filled without touching a device.
 typedef struct {
   char config[64];                               // the row of the config table, e.g. "fwd_hd128_m128_n160"
   int32_t tile_m, tile_n, head_dim, head_dim_v;  // head dims as computed (padded)
   int32_t stages, q_stages, consumer_warpgroups, threads, producer_registers, consumer_registers;
   int64_t smem_bytes, grid, tiles;
-  double flops, bytes;  // 4 * kept scores * head_dim (2 GEMMs), and the bytes of q, k, v, out, lse
-} flashhopper_forward_plan;
+  int64_t workspace_bytes;
+  double flops, bytes;  // of the kept scores' GEMMs (2 forward, 5 backward), and of all inputs and outputs
+} flashhopper_plan;
 
 typedef struct {
   const char* version;
@@ -71,15 +91,19 @@ typedef struct {
 } flashhopper_environment;
 
 FLASHHOPPER_API const char* flashhopper_version(void);
-FLASHHOPPER_API const char* flashhopper_last_error(void);  // of this thread's last failed call
-FLASHHOPPER_API int64_t flashhopper_workspace_bytes(void);
+FLASHHOPPER_API const char* flashhopper_last_error(void);   // of this thread's last failed call
+FLASHHOPPER_API int64_t flashhopper_workspace_bytes(void);  // of a forward call
 FLASHHOPPER_API int flashhopper_get_environment(flashhopper_environment* environment);
 FLASHHOPPER_API int flashhopper_forward(const flashhopper_forward_params* params);
 // num_sms: multiprocessors of the device (132 on H100 and H200). Pointers and strides of params are not read.
 FLASHHOPPER_API int flashhopper_forward_get_plan(const flashhopper_forward_params* params, int num_sms,
-                                                 flashhopper_forward_plan* plan);
+                                                 flashhopper_plan* plan);
+FLASHHOPPER_API int flashhopper_backward(const flashhopper_backward_params* params);
+FLASHHOPPER_API int flashhopper_backward_get_plan(const flashhopper_backward_params* params, int num_sms,
+                                                  flashhopper_plan* plan);
 // The config rows that this build has a kernel for, in one dtype at least; FLASHHOPPER_INVALID_ARGUMENT past the end.
-FLASHHOPPER_API int flashhopper_forward_get_config(int index, flashhopper_forward_plan* row);
+FLASHHOPPER_API int flashhopper_forward_get_config(int index, flashhopper_plan* row);
+FLASHHOPPER_API int flashhopper_backward_get_config(int index, flashhopper_plan* row);
 
 #if defined(__cplusplus)
 }

@@ -1,13 +1,15 @@
 """The Hopper engine: from tensors to one call of the compiled module. Before it: ops.py; after it:
 cpp/bindings/module.cpp.
 
-The launch costs a few microseconds and the kernel may cost no more, so every line here is on the host-time budget: no
-per-call import, no device synchronisation, positional arguments, one dictionary access for the workspace.
+The launch costs a few microseconds and the kernel may cost no more, so every line of PreparedForward.run is on the
+host-time budget: no per-call import, no device synchronisation, positional arguments, one dictionary access for the
+workspace. What does not depend on addresses is decided once and remembered.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,13 @@ SPARE_ROWS = 1 << 18  # 1 MiB: where rows are many, the allocation's cost is not
 _workspaces: dict[tuple[int, int], Workspace] = {}
 _capabilities: dict[torch.device, tuple[int, int] | None] = {}
 
+# What of a call decides everything but addresses and stream; ops.call_key makes it.
+CallKey = tuple[object, ...]
+MOST_REMEMBERED = 1024
+# Holds numbers alone, no tensor. Threads may share it: each access is one dictionary operation, and a prepared forward
+# never changes.
+remembered: dict[CallKey, PreparedForward] = {}
+
 
 def _load() -> tuple[ModuleType | None, str]:
     try:
@@ -41,6 +50,25 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 module, load_error = _load()
+
+
+def layouts(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+    """Shapes, strides, dtypes and devices, hashable; None for a tensor that has no strides."""
+    try:
+        sizes = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride())
+    except RuntimeError:
+        return None
+    return sizes, q.dtype, k.dtype, v.dtype, q.get_device(), k.get_device(), v.get_device()
+
+
+def _layout_reader() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]:
+    exchange_api = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # torch >= 2.10
+    if exchange_api is None or not hasattr(module, "layout_reader"):
+        return layouts
+    return module.layout_reader(exchange_api) or layouts
+
+
+read_layouts = _layout_reader()  # layouts(), at a third of its cost where torch and the compiled module offer it
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -68,29 +96,31 @@ def copy_reason(x: torch.Tensor) -> str | None:
     return None
 
 
-def _readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
+def readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """x or a contiguous copy of it that TMA can read, and its batch, row and head strides."""
+    batch_stride, row_stride, head_stride, last_stride = x.stride()
+    # One test for the common case; whatever it rejects is looked at.
+    if last_stride == 1 and not (batch_stride | row_stride | head_stride) & 7 and not x.data_ptr() & 15:
+        return x, (batch_stride, row_stride, head_stride)
     if copy_reason(x) is not None:
         x = x.clone(memory_format=torch.contiguous_format)
-    _, rows, heads, head_dim = x.shape
-    batch_stride, row_stride, head_stride, _ = x.stride()
+        batch_stride, row_stride, head_stride, _ = x.stride()
+    batch, rows, heads, head_dim = x.shape
     # The stride of a dimension of extent 1 is never used, but TMA validates it: pass a contiguous tensor's.
     if heads <= 1:
         head_stride = head_dim
     if rows <= 1:
         row_stride = heads * head_dim
-    if x.shape[0] <= 1:
+    if batch <= 1:
         batch_stride = rows * heads * head_dim
     return x, (batch_stride, row_stride, head_stride)
 
 
 def _workspace(index: int, stream: int) -> Workspace:
     # Handles 1 and 2 name the legacy and the per-thread default stream: not one stream, or not one a process.
-    if stream in (1, 2):
-        return _new_workspace(index, 0)
-    if torch.cuda.is_current_stream_capturing():
-        # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in
-        # each replay.
+    # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in each
+    # replay. 0 is the legacy default stream too, as torch names it; CUDA captures no graph on it, so it is not asked.
+    if stream != 0 and (stream in (1, 2) or torch.cuda.is_current_stream_capturing()):
         return _new_workspace(index, 0)
     entry = _workspaces.get((index, stream))
     if entry is None:
@@ -104,6 +134,68 @@ def _new_workspace(index: int, spare_rows: int) -> Workspace:
     return tensor, tensor.data_ptr(), tensor.data_ptr() + 4 * words, spare_rows
 
 
+class PreparedForward:
+    """A dense forward with all decided that sizes, strides, dtype, device and numbers decide; it holds no tensor.
+
+    Args:
+        q, strides: of readable tensors; strides are (batch, row, head) of q, k and v.
+        numbers: softmax_scale, window_left, window_right, sm_margin.
+    """
+
+    __slots__ = ("_call", "_index", "_is_like_q", "_lse_shape", "_numbers", "_out_shape", "_rows", "_sizes")
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        strides: tuple[int, ...],
+        sizes: DenseShape,
+        numbers: tuple[float, int, int, int],
+    ) -> None:
+        batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
+        softmax_scale, window_left, window_right, sm_margin = numbers
+        self._sizes, self._numbers = sizes, numbers
+        self._index = q.get_device()
+        self._out_shape = (batch, seqlen_q, heads, head_dim_v)
+        self._lse_shape = (batch, heads, seqlen_q)
+        self._rows = batch * heads * seqlen_q
+        out_row = heads * head_dim_v
+        out_strides = (seqlen_q * out_row, out_row, head_dim_v)
+        self._is_like_q = head_dim == head_dim_v and q.stride() == (*out_strides, 1)
+        self._call: _C.ForwardCall = module.prepare_forward(
+            *strides,
+            *out_strides,
+            *(batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
+            *(window_left, window_right, softmax_scale, dtype_code(q.dtype), sm_margin),
+        )
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch on the current stream of q's device; results as of forward()."""
+        q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if (q_address | k_address | v_address) & 15:
+            return forward(q, k, v, self._sizes, *self._numbers, needs_lse)
+        index = self._index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self.run(q, k, v, needs_lse)
+        # Half the cost of new_empty.
+        out = torch.empty_like(q) if self._is_like_q else q.new_empty(self._out_shape)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        _, workspace, lse_address, spare_rows = _workspace(index, stream)
+        lse = None
+        if needs_lse or self._rows > spare_rows:
+            lse = q.new_empty(self._lse_shape, dtype=torch.float32)
+            lse_address = lse.data_ptr()
+        try:
+            self._call(q_address, k_address, v_address, out.data_ptr(), lse_address, workspace, stream)
+        except RuntimeError as error:
+            _, window_left, window_right, sm_margin = self._numbers
+            plan = forward_plan(self._sizes, q.dtype, window_left, window_right, sm_margin, q.device)
+            raise RuntimeError(f"{error}; plan: {plan}") from error
+        return out, lse
+
+
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -114,12 +206,14 @@ def forward(
     window_right: int,
     sm_margin: int,
     needs_lse: bool = True,
+    key: CallKey | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the dense forward on the current stream of q's device.
 
     Args:
         q, k, v: float16 or bfloat16, (batch, seqlen, heads, head_dim), any strides.
         sizes: what checks.dense returned for them.
+        key: under which to remember the preparation, if the call succeeds and needs no copies.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous; lse float32 (batch, heads, seqlen_q), or
@@ -128,83 +222,41 @@ def forward(
     Raises:
         RuntimeError: a CUDA call failed; the message holds it and the plan.
     """
-    index = q.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse)
-    batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
-    if head_dim == head_dim_v:  # half the cost of new_empty
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
-    rows = batch * heads * seqlen_q
-    if rows == 0:
-        return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-    q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    q_batch, q_row, q_head, q_last = q.stride()
-    k_batch, k_row, k_head, k_last = k.stride()
-    v_batch, v_row, v_head, v_last = v.stride()
-    # One test for the common case; whatever it rejects is looked at tensor by tensor.
-    if (
-        (q_batch | q_row | q_head | k_batch | k_row | k_head | v_batch | v_row | v_head) & 7
-        or (q_address | k_address | v_address) & 15
-        or q_last != 1
-        or k_last != 1
-        or v_last != 1
-    ):
-        q, (q_batch, q_row, q_head) = _readable(q)
-        k, (k_batch, k_row, k_head) = _readable(k)
-        v, (v_batch, v_row, v_head) = _readable(v)
-        q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    _, workspace, lse_address, spare_rows = _workspace(index, stream)
-    lse = None
-    if needs_lse or rows > spare_rows:
+    batch, seqlen_q, heads, _, _, _, head_dim_v = sizes
+    if is_empty(sizes):
         lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-        lse_address = lse.data_ptr()
-    dtype = dtype_code(q.dtype)
-    out_row = heads * head_dim_v
-    # fmt: off
-    try:
-        module.forward(
-            q_address, k_address, v_address, out.data_ptr(), lse_address, workspace,
-            q_batch, q_row, q_head,
-            k_batch, k_row, k_head,
-            v_batch, v_row, v_head,
-            seqlen_q * out_row, out_row, head_dim_v,
-            batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v,
-            window_left, window_right, softmax_scale, dtype, sm_margin, stream,
-        )
-    except RuntimeError as error:
-        plan = forward_plan(sizes, q.dtype, window_left, window_right, sm_margin, q.device)
-        raise RuntimeError(f"{error}; plan: {plan}") from error
-    # fmt: on
-    return out, lse
+        return q.new_empty((batch, seqlen_q, heads, head_dim_v)), lse
+    readable_q, q_strides = readable(q)
+    readable_k, k_strides = readable(k)
+    readable_v, v_strides = readable(v)
+    numbers = (softmax_scale, window_left, window_right, sm_margin)
+    prepared = PreparedForward(readable_q, (*q_strides, *k_strides, *v_strides), sizes, numbers)
+    result = prepared.run(readable_q, readable_k, readable_v, needs_lse)
+    if key is not None and readable_q is q and readable_k is k and readable_v is v:
+        if len(remembered) >= MOST_REMEMBERED:
+            remembered.clear()  # whatever is in use comes back at its next call
+        remembered[key] = prepared
+    return result
+
+
+def is_empty(sizes: DenseShape) -> bool:
+    """Whether a forward has no output element."""
+    batch, seqlen_q, heads, *_ = sizes
+    return batch * seqlen_q * heads == 0
+
+
+def problem(sizes: DenseShape, window_left: int, window_right: int) -> _C.Sizes:
+    """Sizes and window in the order of the compiled module."""
+    batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
+    return batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
 
 
 def forward_plan(
-    sizes: DenseShape,
-    dtype: torch.dtype,
-    window_left: int,
-    window_right: int,
-    sm_margin: int,
-    device: torch.device,
-) -> _C.ForwardPlan:
+    sizes: DenseShape, dtype: torch.dtype, window_left: int, window_right: int, sm_margin: int, device: torch.device
+) -> _C.Plan:
     """What the compiled module would launch for these sizes."""
-    batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    plan: _C.ForwardPlan = module.forward_plan(
-        batch,
-        heads,
-        kv_heads,
-        seqlen_q,
-        seqlen_k,
-        head_dim,
-        head_dim_v,
-        window_left,
-        window_right,
-        dtype_code(dtype),
-        sm_margin,
-        num_sms,
+    plan: _C.Plan = module.forward_plan(
+        problem(sizes, window_left, window_right), dtype_code(dtype), sm_margin, num_sms
     )
     return plan

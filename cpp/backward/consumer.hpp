@@ -1,0 +1,148 @@
+// What both kinds of backward consumers share: where a thread's scores lie, the probabilities of a step, adding to dQ
+// and handing over dK and dV. Before it: kernel.hpp. Used by key_consumer.hpp and column_consumer.hpp.
+#pragma once
+
+#include "backward/args.hpp"
+#include "backward/storage.hpp"
+#include "core/gemm.hpp"
+#include "core/tile_queue.hpp"
+
+namespace flashhopper {
+
+// Scores of the backward are transposed, (keys, queries): accumulator rows are keys, columns are queries.
+template <class Traits>
+struct BackwardConsumer {
+  using Element = typename Traits::Element;
+  static constexpr int kScores = Traits::kTileM / 2;      // floats of S^T or dP^T in one thread
+  static constexpr int kOwn = Traits::kOwnColumns / 2;    // of dK
+  static constexpr int kOwnV = Traits::kOwnColumnsV / 2;  // of dV
+  static constexpr int kDq = Traits::kDqColumns / 2;      // of a part of dQ
+
+  BackwardArgs const& args;
+  BackwardStorage<Traits>& storage;
+  int const warpgroup;
+  int const thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
+  int const lane = thread % 32;
+  // Row of accumulator row 0 within 64 rows, and first column within an 8-column group.
+  int const thread_row = thread / 32 * 16 + lane / 4;
+  int const thread_column = lane % 4 * 2;
+
+  // Query blocks of a tile's steps, walked once for each query head of the group.
+  FLASHHOPPER_DEVICE BlockRange visited(int block) const {
+    return args.mask.visited_queries(block * Traits::kTileN, (block + 1) * Traits::kTileN, Traits::kTileM);
+  }
+
+  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are computed
+  // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
+  // the compiler from doing so. first_row: of this thread's accumulator row 0 within the tile.
+  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int block, int m, int first_row) const {
+    asm volatile("" : "+r"(block));
+    int const begin = block * Traits::kTileN;
+    BlockRange const unmasked = args.mask.unmasked_queries(begin, begin + Traits::kTileN, Traits::kTileM);
+    if (m < unmasked.begin || m >= unmasked.end) apply_mask(scores, begin + first_row, m);
+  }
+  // The query block of the next step.
+  FLASHHOPPER_DEVICE int next_step(int block, int m) const {
+    asm volatile("" : "+r"(block));
+    BlockRange const range = visited(block);
+    return m + 1 == range.end ? range.begin : m + 1;
+  }
+
+  // One arrival a warp: its reads of the slot are over.
+  FLASHHOPPER_DEVICE void release(Barrier& empty) const {
+    if (lane == 0) empty.arrive();
+  }
+
+  // Scores outside the mask become -inf. first_key: position of the key of the thread's accumulator row 0.
+  FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], int first_key, int m) const {
+    int const origin = m * Traits::kTileM + thread_column;
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      int const key = first_key + 8 * r;
+      int const begin = args.mask.query_begin(key) - origin;
+      int const end = key < args.mask.seqlen_k ? args.mask.query_end(key) - origin : INT32_MIN;
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kScores; ++e) {
+        bool const seen = accumulator_column(e) >= begin && accumulator_column(e) < end;
+        if (accumulator_row(e) == r && !seen) scores[e] = -INFINITY;
+      }
+    }
+  }
+
+  // A value for each column of the thread's scores, two and two.
+  using ColumnValues = float2[kScores / 4];
+  FLASHHOPPER_DEVICE void load_columns(ColumnValues& values, float const* smem) const {
+    FLASHHOPPER_UNROLL
+    for (int j = 0; j < kScores / 4; ++j) {
+      values[j] = *reinterpret_cast<float2 const*>(smem + accumulator_column(4 * j) + thread_column);
+    }
+  }
+
+  // P^T = 2^(scale_log2 * S^T - lse_log2).
+  FLASHHOPPER_DEVICE void exponentiate(float (&scores)[kScores], ColumnValues const& lse_log2) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; ++e) {
+      float2 const lse = lse_log2[e / 4];
+      scores[e] = fast_exp2(scores[e] * args.softmax_scale_log2 - (e % 2 == 0 ? lse.x : lse.y));
+    }
+  }
+
+  // dS^T = P^T (dP^T - delta); replaces dP^T. P as it enters dV: its float registers are free by now.
+  FLASHHOPPER_DEVICE void differentiate(float (&gradients)[kScores], uint32_t const (&probabilities)[kScores / 2],
+                                        ColumnValues const& delta) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; e += 2) {
+      float2 const p = unpack<Element>(probabilities[e / 2]);
+      gradients[e] = p.x * (gradients[e] - delta[e / 4].x);
+      gradients[e + 1] = p.y * (gradients[e + 1] - delta[e / 4].y);
+    }
+  }
+
+  // Writes packed accumulators (64, columns) of one warpgroup to a shared-memory tile of that shape.
+  template <class TiledMma, class Packed, class SharedTensor>
+  FLASHHOPPER_DEVICE void stage(TiledMma const& mma, Packed& packed, SharedTensor&& tile) const {
+    using namespace cute;
+    using Atom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
+    auto const thread_copy = make_tiled_copy_C(Atom{}, mma).get_slice(thread);
+    auto const shape = partition_shape_C(mma, make_shape(_64{}, size<1>(tile)));
+    Tensor source = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)), make_layout(shape));
+    Tensor target = thread_copy.partition_D(tile);
+    copy(Atom{}, thread_copy.retile_S(source), target);
+  }
+
+  // A part of this warpgroup's dQ goes to its slot, and from there to the sum when it is handed over. The fence in
+  // between takes hundreds of clocks: callers give the tensor cores work first. parity: of the number of parts written
+  // before.
+  FLASHHOPPER_DEVICE void write_dq(float const (&dq)[kDq], uint32_t parity) const {
+    storage.dq_empty[warpgroup].wait(parity ^ 1);
+    float4* const slot = reinterpret_cast<float4*>(storage.dq[warpgroup]) + thread;
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kDq; e += 4) {
+      slot[e / 4 * kWarpgroupThreads] = float4{dq[e], dq[e + 1], dq[e + 2], dq[e + 3]};
+    }
+  }
+  FLASHHOPPER_DEVICE void hand_over_dq() const {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) storage.dq_full[warpgroup].arrive();
+  }
+
+  // dK (scaled) and dV of this warpgroup to the slots of K and V, in 16 bits. Nobody reads those any more.
+  template <class MmaDk, class MmaDv, class SharedDk, class SharedDv>
+  FLASHHOPPER_DEVICE void hand_over(MmaDk const& mma_dk, float (&dk)[kOwn], SharedDk&& sdk, MmaDv const& mma_dv,
+                                    float (&dv)[kOwnV], SharedDv&& sdv) const {
+    uint32_t packed_v[kOwnV / 2];
+    pack_all<Element>(dv, packed_v);
+    stage(mma_dv, packed_v, sdv);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kOwn; ++e) dk[e] *= args.softmax_scale;
+    uint32_t packed[kOwn / 2];
+    pack_all<Element>(dk, packed);
+    stage(mma_dk, packed, sdk);
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) storage.gradients_full.arrive();
+  }
+};
+
+}  // namespace flashhopper

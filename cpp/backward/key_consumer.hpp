@@ -1,0 +1,144 @@
+// A consumer warpgroup that owns 64 of a tile's 128 keys: dK and dV of them over all steps in registers, and its share
+// of every step's dQ. Before it: consumer.hpp. Its partner: producer.hpp.
+#pragma once
+
+#include "backward/consumer.hpp"
+
+namespace flashhopper {
+
+template <class Traits>
+struct KeyConsumer : BackwardConsumer<Traits> {
+  using Base = BackwardConsumer<Traits>;
+  using Element = typename Traits::Element;
+  using Base::args, Base::storage, Base::warpgroup, Base::thread;
+
+  // Where Q, dO and dS^T of a step stand in their rings of two: one position for all three, registers are few.
+  static_assert(Traits::kQStages == 2 && Traits::kDoutStages == 2 && Traits::kExchangeTiles == 2);
+  RingPosition<2> at;
+
+  FLASHHOPPER_DEVICE void run() {
+    TileReader<BackwardStorage<Traits>> reader{storage};
+    Tile tile;
+    while (true) {
+      uint32_t const phase = reader.position.slot & 1;  // of K and V: a tile each, and the ring has an even length
+      if (!reader.next_for_warp(tile, this->lane == 0)) break;
+      differentiate_tile(tile, phase);
+    }
+  }
+
+ private:
+  FLASHHOPPER_DEVICE void differentiate_tile(Tile const& tile, uint32_t phase) {
+    using namespace cute;
+    int const block = tile.block;
+    int const count = this->visited(block).size() * args.group;
+    typename Traits::MmaScores mma_s;
+    typename Traits::MmaDp mma_dp;
+    typename Traits::MmaDv mma_dv;
+    typename Traits::MmaDk mma_dk;
+    typename Traits::MmaDq mma_dq;
+    Tensor sQ = make_tensor(make_smem_ptr(storage.q[0]), typename Traits::LayoutQ{});             // (M, D, stages)
+    Tensor sQt = make_tensor(make_smem_ptr(storage.q[0]), typename Traits::LayoutQt{});           // (D, M, stages)
+    Tensor sDO = make_tensor(make_smem_ptr(storage.dout[0]), typename Traits::LayoutDO{});        // (M, Dv, stages)
+    Tensor sDOt = make_tensor(make_smem_ptr(storage.dout[0]), typename Traits::LayoutDOt{});      // (Dv, M, stages)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k), typename Traits::LayoutK{})(_, _, _0{});    // (N, D)
+    Tensor sKt = make_tensor(make_smem_ptr(storage.k), typename Traits::LayoutKt{})(_, _, _0{});  // (D, N)
+    Tensor sV = make_tensor(make_smem_ptr(storage.v), typename Traits::LayoutV{})(_, _, _0{});    // (N, Dv)
+    Tensor sDS = make_tensor(make_smem_ptr(storage.exchange[0]), typename Traits::LayoutP{});     // (N, M, 2)
+    Tensor sDSt = make_tensor(make_smem_ptr(storage.exchange[0]), typename Traits::LayoutPt{});   // (M, N, 2)
+    // Own rows of K, V, dS^T; own part of dQ: half of its columns, or of its rows.
+    Tensor sK_own = local_tile(sK, Shape<_64, Int<Traits::kHeadDim>>{}, make_coord(warpgroup, 0));
+    Tensor sV_own = local_tile(sV, Shape<_64, Int<Traits::kHeadDimV>>{}, make_coord(warpgroup, 0));
+    Tensor sDS_own = local_tile(sDS, Shape<_64, Int<Traits::kTileM>, _2>{}, make_coord(warpgroup, 0, 0));
+    constexpr bool kSplitColumns = dq_splits_columns(Traits::kTileM);
+    Tensor sDSt_own =
+        local_tile(sDSt, Shape<_64, Int<Traits::kTileN>, _2>{}, make_coord(kSplitColumns ? 0 : warpgroup, 0, 0));
+    Tensor sKt_own = local_tile(sKt, Shape<Int<Traits::kDqColumns>, Int<Traits::kTileN>>{},
+                                make_coord(kSplitColumns ? warpgroup : 0, 0));
+
+    Tensor tSrK = mma_s.get_slice(thread).partition_fragment_A(sK_own);
+    Tensor tSrQ = mma_s.get_slice(thread).partition_fragment_B(sQ);
+    Tensor tPrV = mma_dp.get_slice(thread).partition_fragment_A(sV_own);
+    Tensor tPrDO = mma_dp.get_slice(thread).partition_fragment_B(sDO);
+    Tensor tVrDO = mma_dv.get_slice(thread).partition_fragment_B(sDOt);
+    Tensor tKrQ = mma_dk.get_slice(thread).partition_fragment_B(sQt);
+    Tensor tQrDS = mma_dq.get_slice(thread).partition_fragment_A(sDSt_own);
+    Tensor tQrK = mma_dq.get_slice(thread).partition_fragment_B(sKt_own);
+
+    float scores[Base::kScores], gradients[Base::kScores], dq[Base::kDq], dk[Base::kOwn], dv[Base::kOwnV];
+    uint32_t packed_p[Base::kScores / 2], packed_ds[Base::kScores / 2];
+    auto const score_shape = partition_shape_C(mma_s, Shape<_64, Int<Traits::kTileM>>{});
+    Tensor tSrS = make_tensor(make_rmem_ptr(scores), score_shape);
+    Tensor tPrP = make_tensor(make_rmem_ptr(gradients), score_shape);
+    Tensor tVrV = make_tensor(make_rmem_ptr(dv), partition_shape_C(mma_dv, Shape<_64, Int<Traits::kHeadDimV>>{}));
+    Tensor tKrK = make_tensor(make_rmem_ptr(dk), partition_shape_C(mma_dk, Shape<_64, Int<Traits::kHeadDim>>{}));
+    Tensor tQrQ = make_tensor(make_rmem_ptr(dq), partition_shape_C(mma_dq, Shape<_64, Int<Traits::kDqColumns>>{}));
+    ProbabilityLayout<Traits::kTileM> const operand{};
+    Tensor tVrP = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed_p)), operand);
+    Tensor tKrDS = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed_ds)), operand);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < Base::kOwn; ++e) dk[e] = 0.f;
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < Base::kOwnV; ++e) dv[e] = 0.f;
+
+    storage.k_full.wait(phase);
+    storage.v_full.wait(phase);
+    if (count > 0) {
+      int m = this->visited(block).begin;
+      typename Base::ColumnValues columns;
+      storage.q_full[at.slot].wait(at.phase);
+      issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, at.slot), tSrS);
+      storage.dout_full[at.slot].wait(at.phase);
+      issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
+      this->load_columns(columns, storage.lse_log2[at.slot]);
+      warpgroup_wait<1>();
+      warpgroup_fence_operand(tSrS);
+      for (int left = count; left > 0; --left) {
+        this->mask_step(scores, block, m, warpgroup * kWarpgroupRows + this->thread_row);
+        this->load_columns(columns, storage.lse_log2[at.slot]);
+        this->exponentiate(scores, columns);
+        pack_all<Element>(scores, packed_p);
+        this->load_columns(columns, storage.delta[at.slot]);
+        warpgroup_wait<0>();
+        warpgroup_fence_operand(tPrP);
+        issue_gemm<Accumulate::kAdd>(mma_dv, tVrP, tVrDO(_, _, _, at.slot), tVrV);
+        this->differentiate(gradients, packed_p, columns);
+        pack_all<Element>(gradients, packed_ds);
+        this->stage(mma_s, packed_ds, sDS_own(_, _, at.slot));
+        issue_gemm<Accumulate::kAdd>(mma_dk, tKrDS, tKrQ(_, _, _, at.slot), tKrK);
+        fence_async_shared();
+        // dS of both warpgroups is there. It also tells that the other one has finished with this tile's turn before
+        // last, whose dQ it waited for a step ago.
+        named_barrier_sync<kBackwardWarpgroups * kWarpgroupThreads>(kTurnOfWarpgroup);
+        warpgroup_wait<1>();  // dV: its operand's registers are needed now
+        issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, at.slot), tQrK, tQrQ);
+        // The next step's scores keep the tensor cores busy while this step's dQ leaves. After the last step they are
+        // of whatever lies there, and nobody looks at them: a wgmma under a condition would cost every step more.
+        auto next = at;
+        next.advance();
+        if (left > 1) storage.q_full[next.slot].wait(next.phase);
+        issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, next.slot), tSrS);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tVrV);
+        warpgroup_fence_operand(tKrK);
+        warpgroup_fence_operand(tQrQ);
+        this->release(storage.q_empty[at.slot]);
+        this->release(storage.dout_empty[at.slot]);
+        at = next;
+        this->write_dq(dq, at.slot);  // one part a step: the position is the parity
+        if (left > 1) storage.dout_full[at.slot].wait(at.phase);
+        issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
+        this->hand_over_dq();
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tSrS);
+        m = this->next_step(block, m);
+      }
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tPrP);
+    }
+    // All of K is read for dQ by both warpgroups, V only by the owner of its rows.
+    named_barrier_sync<kBackwardWarpgroups * kWarpgroupThreads>(kTurnOfWarpgroup);
+    this->hand_over(mma_dk, dk, sK_own, mma_dv, dv, sV_own);
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,111 @@
+// The two small kernels around the backward: before it delta = rowsum(dO * O) - dlse and the zeroed workspace, after it
+// dQ from the float sums. Both bound by memory. One CTA a chunk: a query block of tile_m rows of one head.
+// Source: FlashAttention-2, algorithm 2.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "backward/args.hpp"
+#include "core/dq_layout.hpp"
+#include "core/elements.hpp"
+
+namespace flashhopper {
+
+inline constexpr int kRowThreads = 256;
+
+// Which chunk a CTA works on.
+struct Chunk {
+  int64_t index;
+  int m, head, batch;
+
+  FLASHHOPPER_DEVICE explicit Chunk(BackwardArgs const& args) : index(blockIdx.x) {
+    int64_t const batch_head = index / args.m_blocks;
+    m = static_cast<int>(index - batch_head * args.m_blocks);
+    batch = static_cast<int>(batch_head / args.heads);
+    head = static_cast<int>(batch_head - int64_t{batch} * args.heads);
+  }
+
+  // First element of a row of one of the chunk's tensors.
+  template <class Element>
+  FLASHHOPPER_DEVICE Element* row(TensorView const& view, int position) const {
+    return static_cast<Element*>(view.data) + batch * view.batch_stride + position * view.row_stride +
+           head * view.head_stride;
+  }
+};
+
+// Eight 16-bit elements as one load or store.
+template <class Element>
+union Pack {
+  uint4 bits;
+  Element elements[8];
+};
+
+template <class Element>
+__global__ void __launch_bounds__(kRowThreads)
+    preprocess_kernel(__grid_constant__ BackwardArgs const args, int tile_m, int head_dim) {
+  Chunk const chunk(args);
+  int const thread = static_cast<int>(threadIdx.x);
+  // Sixteen threads a row, eight elements each.
+  constexpr int kLanes = 16, kRows = kRowThreads / kLanes;
+  int const lane = thread % kLanes;
+  for (int r = thread / kLanes; r < tile_m; r += kRows) {
+    int const position = chunk.m * tile_m + r;
+    bool const exists = position < args.mask.seqlen_q;
+    float sum = 0.f;
+    if (exists) {
+      Element const* const out = chunk.row<Element const>(args.out, position);
+      Element const* const dout = chunk.row<Element const>(args.dout_plain, position);
+      for (int c = lane * 8; c < args.head_dim_v; c += kLanes * 8) {
+        Pack<Element> o, d;
+        o.bits = *reinterpret_cast<uint4 const*>(out + c);
+        d.bits = *reinterpret_cast<uint4 const*>(dout + c);
+        FLASHHOPPER_UNROLL
+        for (int i = 0; i < 8; ++i) sum += static_cast<float>(o.elements[i]) * static_cast<float>(d.elements[i]);
+      }
+    }
+    FLASHHOPPER_UNROLL
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+    if (lane == 0) {
+      constexpr float kLog2e = 1.44269504088896340736f;
+      int64_t const source = (int64_t{chunk.batch} * args.heads + chunk.head) * args.mask.seqlen_q + position;
+      int64_t const target = chunk.index * tile_m + r;
+      float const lse = exists ? args.lse[source] : -INFINITY;
+      args.lse_log2[target] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+      args.delta[target] = exists && args.dlse != nullptr ? sum - args.dlse[source] : sum;
+    }
+  }
+  auto* const zero = reinterpret_cast<float4*>(args.dq_sum + chunk.index * tile_m * head_dim);
+  for (int i = thread; i < tile_m * head_dim / 4; i += kRowThreads) zero[i] = float4{0.f, 0.f, 0.f, 0.f};
+  if (args.turns != nullptr && thread == 0) args.turns[chunk.index] = 0;
+  if (chunk.index == 0 && thread < 2) args.counters[thread] = 0;
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kRowThreads)
+    postprocess_kernel(__grid_constant__ BackwardArgs const args, int tile_m, int head_dim) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  auto* const tile = reinterpret_cast<Element*>(smem);  // (tile_m, head_dim), rows padded against bank conflicts
+  int const pitch = head_dim + 8;
+  Chunk const chunk(args);
+  int const thread = static_cast<int>(threadIdx.x);
+  auto const* const sums = reinterpret_cast<float4 const*>(args.dq_sum + chunk.index * tile_m * head_dim);
+  for (int vector = thread; vector < tile_m * head_dim / 4; vector += kRowThreads) {
+    float4 const sum = sums[vector];
+    float const values[4] = {sum.x, sum.y, sum.z, sum.w};
+    FLASHHOPPER_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      DqElement const at = dq_element(tile_m, head_dim, vector, i);
+      tile[at.row * pitch + at.column] = static_cast<Element>(values[i] * args.softmax_scale);
+    }
+  }
+  __syncthreads();
+  int const columns = args.head_dim / 8;
+  for (int i = thread; i < tile_m * columns; i += kRowThreads) {
+    int const r = i / columns, c = i % columns * 8, position = chunk.m * tile_m + r;
+    if (position >= args.mask.seqlen_q) continue;
+    *reinterpret_cast<uint4*>(chunk.row<Element>(args.dq, position) + c) =
+        *reinterpret_cast<uint4 const*>(tile + r * pitch + c);
+  }
+}
+
+}  // namespace flashhopper

@@ -1,0 +1,82 @@
+// Shared memory of the backward kernel: one struct, with every barrier's arrivers and waiters.
+#pragma once
+
+#include "backward/traits.hpp"
+#include "core/barriers.hpp"
+#include "core/scheduler.hpp"
+
+namespace flashhopper {
+
+template <class Traits>
+struct BackwardStorage {
+  using Element = typename Traits::Element;
+  static constexpr int kConsumerWarps = kBackwardWarpgroups * 4;
+
+  alignas(1024) Element q[Traits::kQStages][Traits::kTileM * Traits::kHeadDim];
+  alignas(1024) Element dout[Traits::kDoutStages][Traits::kTileM * Traits::kHeadDimV];
+  // dK and dV are staged here once K and V have been used for the last time.
+  alignas(1024) Element k[Traits::kTileN * Traits::kHeadDim];
+  alignas(1024) Element v[Traits::kTileN * Traits::kHeadDimV];
+  // By keys: dS^T of two steps. By columns: dS^T of two steps, then P^T of two steps.
+  alignas(1024) Element exchange[Traits::kExchangeTiles][Traits::kTileN * Traits::kTileM];
+  // dQ of a step, or half of its columns, in the order of the warpgroup's registers.
+  alignas(128) float dq[kBackwardWarpgroups][dq_slot_floats(Traits::kConfig)];
+  alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
+  alignas(16) float delta[Traits::kDoutStages][Traits::kTileM];
+
+  // Arrives: TMA through the query warp (Q with lse) and the output-gradient warp (dO with delta). Waits: both consumer
+  // warpgroups.
+  Barrier q_full[Traits::kQStages];
+  Barrier dout_full[Traits::kDoutStages];
+  // Arrives: each consumer warp. Waits: the query and the output-gradient warp.
+  Barrier q_empty[Traits::kQStages];
+  Barrier dout_empty[Traits::kDoutStages];
+  // Arrives: TMA through the key warp. Waits: both consumer warpgroups.
+  Barrier k_full;
+  Barrier v_full;
+  // Arrives: each consumer warp, when its part of dK and dV lies in the slots of K and V. Waits: the key warp.
+  Barrier gradients_full;
+  // By columns only. Arrives: each warp of the warpgroup that writes the tile (P: 0, dS: 1). Waits: the other one, for
+  // dS both. That a tile may be written again needs no barrier: its readers have finished with it before they arrive
+  // for the next step, which its writer waits for.
+  Barrier p_full[2];
+  Barrier ds_full[2];
+  // Arrives: each warp of the consumer warpgroup. Waits: the dQ warp.
+  Barrier dq_full[kBackwardWarpgroups];
+  // Arrives: the dQ warp, when the slot has been read. Waits: the consumer warpgroup.
+  Barrier dq_empty[kBackwardWarpgroups];
+  // Arrives: the query warp, which runs the scheduler. Waits: the other producer warps and the consumers.
+  Barrier tile_full[kTileSlots];
+  // Arrives: each of them. Waits: the query warp.
+  Barrier tile_empty[kTileSlots];
+
+  Tile tile[kTileSlots];  // block < 0: no more work
+
+  FLASHHOPPER_DEVICE void init_barriers() {
+    for (int s = 0; s < Traits::kQStages; ++s) {
+      q_full[s].init(1);
+      q_empty[s].init(kConsumerWarps);
+    }
+    for (int s = 0; s < Traits::kDoutStages; ++s) {
+      dout_full[s].init(1);
+      dout_empty[s].init(kConsumerWarps);
+    }
+    for (int w = 0; w < kBackwardWarpgroups; ++w) {
+      dq_full[w].init(4);
+      dq_empty[w].init(1);
+    }
+    k_full.init(1);
+    v_full.init(1);
+    gradients_full.init(kConsumerWarps);
+    for (int s = 0; s < 2; ++s) {
+      p_full[s].init(4);
+      ds_full[s].init(4);
+    }
+    for (int s = 0; s < kTileSlots; ++s) {
+      tile_full[s].init(1);
+      tile_empty[s].init(kConsumerWarps + 3);
+    }
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,74 @@
+// How work tiles travel inside a CTA: one thread takes them from the device-wide counter and publishes them in shared
+// memory, the other warps read them. Forward and backward storage hold the ring: tile[], tile_full[], tile_empty[].
+#pragma once
+
+#include "core/barriers.hpp"
+#include "core/config.hpp"
+#include "core/scheduler.hpp"
+
+namespace flashhopper {
+
+// Takes tiles from the device-wide counter; one thread of the CTA.
+template <class Storage>
+struct TileSource {
+  int* counters;  // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
+  TileSchedule const& schedule;
+  Storage& storage;
+  RingPosition<kTileSlots> position;
+
+  // The CTA's first tile is its block index, later ones come from the counter.
+  FLASHHOPPER_DEVICE Tile first() { return publish(static_cast<int>(blockIdx.x)); }
+  FLASHHOPPER_DEVICE Tile next() { return publish(atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x)); }
+
+  // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
+  FLASHHOPPER_DEVICE void finish() {
+    __threadfence();
+    if (atomicAdd(&counters[1], 1) == static_cast<int>(gridDim.x) - 1) {
+      counters[0] = 0;
+      counters[1] = 0;
+    }
+  }
+
+ private:
+  FLASHHOPPER_DEVICE Tile publish(int place) {
+    Tile const tile = place < schedule.total() ? schedule.at(place) : Tile{-1, 0, 0};
+    storage.tile_empty[position.slot].wait(position.phase ^ 1);
+    storage.tile[position.slot] = tile;
+    storage.tile_full[position.slot].arrive();
+    position.advance();
+    return tile;
+  }
+};
+
+// How the warps that follow the scheduler read its tiles; one arrival a warp hands the slot back.
+template <class Storage>
+struct TileReader {
+  Storage& storage;
+  RingPosition<kTileSlots> position;
+
+  // Called by one thread that stands for its warp.
+  FLASHHOPPER_DEVICE bool next(Tile& tile) {
+    read(tile);
+    hand_back(true);
+    return tile.block >= 0;
+  }
+  // Called by a whole warp; every lane has its copy before the slot is handed back.
+  FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {
+    read(tile);
+    __syncwarp();
+    hand_back(is_elected);
+    return tile.block >= 0;
+  }
+
+ private:
+  FLASHHOPPER_DEVICE void read(Tile& tile) {
+    storage.tile_full[position.slot].wait(position.phase);
+    tile = storage.tile[position.slot];
+  }
+  FLASHHOPPER_DEVICE void hand_back(bool arrives) {
+    if (arrives) storage.tile_empty[position.slot].arrive();
+    position.advance();
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,114 @@
+// The checks and lookups that every launch starts with. Before it: the dispatch files.
+#include "problem.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+
+namespace flashhopper {
+namespace {
+
+// Windows that reach past the sequences are unbounded; what remains fits 32 bits.
+int window_to_int(int64_t window, int64_t bound) {
+  return window < 0 || window >= bound ? -1 : static_cast<int>(window);
+}
+
+}  // namespace
+
+Mask Problem::mask() const {
+  int64_t const bound = seqlen_q + seqlen_k;
+  return {static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), window_to_int(window_left, bound),
+          window_to_int(window_right, bound)};
+}
+
+double Problem::kept_scores() const {
+  double const sq = static_cast<double>(seqlen_q), sk = static_cast<double>(seqlen_k);
+  if (mask().window_right < 0) return sq * sk;
+  // Causal: row i sees clamp(i + 1 + sk - sq, 0, sk) keys.
+  double const rows = std::min(sq, sk);
+  return rows * (sk - rows) + rows * (rows + 1) / 2;
+}
+
+char const* dtype_name(int32_t dtype) { return dtype == FLASHHOPPER_BF16 ? "bf16" : "fp16"; }
+
+flashhopper_status check_problem(Problem const& p, int num_sms) {
+  constexpr int64_t kMaxSeqlen = int64_t{1} << 30;  // row + shift stays within 32 bits
+  struct Size {
+    char const* name;
+    int64_t value, least, most;
+  };
+  Size const sizes[] = {{"batch", p.batch, 1, INT32_MAX},        {"heads", p.heads, 1, INT32_MAX},
+                        {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, 1, kMaxSeqlen},
+                        {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"head_dim", p.head_dim, 8, 256},
+                        {"head_dim_v", p.head_dim_v, 8, 256}};
+  for (Size const& size : sizes) {
+    if (size.value < size.least || size.value > size.most) {
+      return set_error(FLASHHOPPER_INVALID_ARGUMENT, size.name, " is ", size.value, ": it must be between ", size.least,
+                       " and ", size.most);
+    }
+  }
+  if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "head_dim is ", p.head_dim, ", head_dim_v is ", p.head_dim_v,
+                     ": both must be multiples of 8; pad with zero columns");
+  }
+  if (p.heads % p.kv_heads != 0) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "heads is ", p.heads, ", kv_heads is ", p.kv_heads,
+                     ": heads must be a multiple of kv_heads");
+  }
+  if (p.dtype != FLASHHOPPER_FP16 && p.dtype != FLASHHOPPER_BF16) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "dtype is ", p.dtype, ": it must be 0 (fp16) or 1 (bf16)");
+  }
+  constexpr float kLeastScale = 1e-30f, kMostScale = 1e30f;  // its product with log2(e) stays finite and normal
+  if (!(p.softmax_scale >= kLeastScale && p.softmax_scale <= kMostScale)) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "softmax_scale is ", p.softmax_scale, ": the Hopper kernels take ",
+                     kLeastScale, " to ", kMostScale, "; the tiled engine takes any");
+  }
+  if (p.window_left >= 0 || p.window_right > 0) {
+    return set_error(
+        FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
+        "): the Hopper kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
+  }
+  if (p.sm_margin < 0 || p.sm_margin >= num_sms) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "sm_margin is ", p.sm_margin, ": it must be between 0 and ",
+                     num_sms - 1);
+  }
+  return FLASHHOPPER_OK;
+}
+
+flashhopper_status current_device(Device* device) {
+  constexpr int kCached = 64;
+  static std::atomic<int> known_sms[kCached];  // 0: not asked yet
+  if (cudaError_t const error = cudaGetDevice(&device->index); error != cudaSuccess)
+    return cuda_error("cudaGetDevice", error);
+  bool const cached = device->index < kCached;
+  device->num_sms = cached ? known_sms[device->index].load(std::memory_order_relaxed) : 0;
+  if (device->num_sms > 0) return FLASHHOPPER_OK;
+  int major = 0;
+  cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device->index);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&device->num_sms, cudaDevAttrMultiProcessorCount, device->index);
+  }
+  if (error != cudaSuccess) return cuda_error("cudaDeviceGetAttribute", error);
+  if (major != 9) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "device ", device->index, " has compute capability ", major,
+                     ".x: these kernels need 9.0 (H100, H200)");
+  }
+  if (cached) known_sms[device->index].store(device->num_sms, std::memory_order_relaxed);
+  return FLASHHOPPER_OK;
+}
+
+flashhopper_status no_row(Problem const& problem, char const* direction, BuiltRow const* rows, int count) {
+  std::ostringstream built;
+  for (int i = 0; i < count; ++i) built << (i > 0 ? ", " : "") << rows[i].head_dim << "/" << rows[i].head_dim_v;
+  return set_error(FLASHHOPPER_UNSUPPORTED, "no ", direction, " kernel was built for ", dtype_name(problem.dtype),
+                   " with head_dim ", problem.head_dim, " and head_dim_v ", problem.head_dim_v,
+                   " (built, up to: ", count > 0 ? built.str() : "none in this dtype", ")");
+}
+
+flashhopper_status launch_error(flashhopper_plan const& plan, cudaError_t error) {
+  return set_error(FLASHHOPPER_CUDA_ERROR, "launching ", plan.config, " failed: ", cudaGetErrorName(error), " (",
+                   cudaGetErrorString(error), "); grid ", plan.grid, ", ", plan.threads, " threads, ", plan.smem_bytes,
+                   " bytes of shared memory");
+}
+
+}  // namespace flashhopper

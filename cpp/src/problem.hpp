@@ -1,0 +1,56 @@
+// What forward and backward dispatch share: the checked sizes of an attention problem, its mask, the device, the plan.
+// Used by forward_dispatch.cpp and backward_dispatch.cpp.
+#pragma once
+
+#include "core/check.hpp"
+#include "core/mask.hpp"
+
+namespace flashhopper {
+
+// The sizes and options of either params struct.
+struct Problem {
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right;
+  float softmax_scale;
+  int32_t dtype, sm_margin;
+
+  template <class Params>
+  explicit Problem(Params const& p)
+      : batch(p.batch),
+        heads(p.heads),
+        kv_heads(p.kv_heads),
+        seqlen_q(p.seqlen_q),
+        seqlen_k(p.seqlen_k),
+        head_dim(p.head_dim),
+        head_dim_v(p.head_dim_v),
+        window_left(p.window_left),
+        window_right(p.window_right),
+        softmax_scale(p.softmax_scale),
+        dtype(p.dtype),
+        sm_margin(p.sm_margin) {}
+
+  Mask mask() const;
+  double kept_scores() const;  // of one head
+};
+
+inline constexpr float kLog2e = 1.44269504088896340736f;
+inline constexpr int64_t kMaxTiles = INT32_MAX - (1 << 16);  // each CTA takes one place past the end
+
+char const* dtype_name(int32_t dtype);
+
+flashhopper_status check_problem(Problem const& problem, int num_sms);
+
+struct Device {
+  int index;
+  int num_sms;
+};
+flashhopper_status current_device(Device* device);
+
+// FLASHHOPPER_UNSUPPORTED, naming the head dimensions of the rows that were built.
+struct BuiltRow {
+  int head_dim, head_dim_v;
+};
+flashhopper_status no_row(Problem const& problem, char const* direction, BuiltRow const* rows, int count);
+
+flashhopper_status launch_error(flashhopper_plan const& plan, cudaError_t error);
+
+}  // namespace flashhopper

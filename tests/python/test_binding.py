@@ -1,0 +1,144 @@
+"""The compiled module itself, as far as it goes without a GPU: a prepared call takes seven integers and reports what
+the library says of them; plans say what would be launched.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashhopper.engine import hopper
+
+if hopper.module is None:
+    pytest.skip(hopper.load_error, allow_module_level=True)
+
+STRIDES = (65536, 1024, 64) * 4
+SIZES = (1, 16, 16, 64, 64, 64, 64)
+
+
+def prepare(*, sizes: tuple[int, ...] = SIZES, sm_margin: int = 0) -> object:
+    return hopper.module.prepare_forward(*STRIDES, *sizes, -1, 0, 0.125, hopper.module.BF16, sm_margin)
+
+
+@pytest.mark.parametrize("arguments", [(), (16,) * 6, (16,) * 8, (16,) * 6 + (1.0,), (None,) + (16,) * 6])
+def test_a_call_takes_seven_integers(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(TypeError, match="integer"):
+        prepare()(*arguments)
+
+
+def test_prepare_wants_every_number() -> None:
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        hopper.module.prepare_forward(*STRIDES, *SIZES)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
+def test_without_a_gpu_a_call_reports_the_error_of_cuda() -> None:
+    call = prepare()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cuda"):
+            call(*(16,) * 6, 0)
+
+
+@pytest.mark.skipif(hopper.read_layouts is hopper.layouts, reason="torch has no exchange table that the module reads")
+def test_layouts_tell_apart_what_python_tells_apart() -> None:
+    base = torch.randn(2, 6, 4, 64, dtype=torch.bfloat16)
+    variants = [base, base.half(), base.float(), base[:1], base[:, :5], base[:, :, :2], base[..., :32], base[..., ::2]]
+    variants += [base.transpose(1, 2).contiguous().transpose(1, 2), base.expand(2, 6, 4, 64)[:, :, :1].expand_as(base)]
+    keys = {hopper.read_layouts(*(x if i == place else base for i in range(3))) for x in variants for place in range(3)}
+    assert len(keys) == 3 * (len(variants) - 1) + 1
+    assert all(isinstance(key, bytes) for key in keys)
+    assert hopper.read_layouts(base, base, base) == hopper.read_layouts(*(torch.randn_like(base) for _ in range(3)))
+    parameter = torch.nn.Parameter(base)
+    assert hopper.read_layouts(parameter, parameter, parameter) == hopper.read_layouts(base, base, base)
+
+
+@pytest.mark.skipif(hopper.read_layouts is hopper.layouts, reason="torch has no exchange table that the module reads")
+def test_what_has_no_layout_has_no_key() -> None:
+    base = torch.randn(2, 6, 4, 64)
+    for x in (base[0], base.to_sparse(), torch.empty(2, 6, 4, 64, device="meta")):
+        assert hopper.read_layouts(base, x, base) is None
+    with pytest.raises(TypeError, match="3 tensors"):
+        hopper.read_layouts(base, base)
+    assert hopper.module.layout_reader(object()) is None
+
+
+# batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
+PROBLEM = (2, 8, 2, 1000, 777, 8, 8, -1, 0)
+VIEWS = [(16, 65536, 1024, 64)] * 8
+
+
+def plan(direction: str, problem: object, *, sm_margin: int = 0, deterministic: bool = False) -> dict[str, object]:
+    numbers = (hopper.module.BF16, sm_margin)
+    if direction == "forward":
+        made: dict[str, object] = hopper.module.forward_plan(problem, *numbers, 132)
+    else:
+        made = hopper.module.backward_plan(problem, *numbers, deterministic, 132)
+    return made
+
+
+def rows(direction: str) -> list[dict[str, object]]:
+    """What this build has, which may be narrowed."""
+    built: list[dict[str, object]] = getattr(hopper.module, f"{direction}_configs")()
+    if not built:
+        pytest.skip(f"this build has no {direction} kernel")
+    return built
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_plan_is_a_row_and_a_grid(direction: str) -> None:
+    built = rows(direction)
+    made = plan(direction, PROBLEM)
+    (row,) = [row for row in built if row["config"] == made["config"]]
+    work = {"grid", "tiles", "flops", "bytes", "workspace_bytes"}
+    assert {k: v for k, v in made.items() if k not in work} == {k: v for k, v in row.items() if k not in work}
+    blocks = -(-1000 // row["tile_m"]) * 8 if direction == "forward" else -(-777 // row["tile_n"]) * 2
+    assert made["tiles"] == 2 * blocks
+    assert made["grid"] == min(132, made["tiles"])
+    assert plan(direction, PROBLEM, sm_margin=120)["grid"] == 12
+    kept = 777 * 778 / 2
+    columns = 8 + 8 if direction == "forward" else 3 * 8 + 2 * 8
+    assert made["flops"] == 2 * 2 * 8 * kept * columns
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_plans_refuse_what_the_library_refuses(direction: str) -> None:
+    rows(direction)
+    with pytest.raises(ValueError, match="sm_margin is 132: it must be between 0 and 131"):
+        plan(direction, PROBLEM, sm_margin=132)
+    with pytest.raises(ValueError, match="heads is 8, kv_heads is 3"):
+        plan(direction, (2, 8, 3, *PROBLEM[3:]))
+    with pytest.raises(RuntimeError, match="window"):
+        plan(direction, (*PROBLEM[:7], 5, 0))
+    with pytest.raises(ValueError, match="head_dim_v is 264"):
+        plan(direction, (*PROBLEM[:6], 264, -1, 0))
+    with pytest.raises(RuntimeError, match="split the batch"):
+        plan(direction, (1 << 30, *PROBLEM[1:]))
+    for problem in (PROBLEM[:8], (*PROBLEM, 0), None):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            plan(direction, problem)
+
+
+def test_the_workspace_holds_the_sums_of_dq() -> None:
+    rows("backward")
+    made, ordered = (plan("backward", PROBLEM, deterministic=x) for x in (False, True))
+    blocks = -(-1000 // int(str(made["tile_m"])))
+    chunk = made["tile_m"] * made["head_dim"]
+    least = 4 * 2 * 8 * blocks * chunk
+    assert least <= made["workspace_bytes"] < 1.2 * least
+    assert made["workspace_bytes"] <= ordered["workspace_bytes"] < 1.01 * made["workspace_bytes"]
+    assert plan("backward", (*PROBLEM[:4], 0, *PROBLEM[5:]))["grid"] == 0
+
+
+def test_a_backward_call_takes_eight_tensors_and_nine_sizes() -> None:
+    numbers = (0.125, hopper.module.BF16, 0, False, 0)
+    for views, problem in ((VIEWS[:7], PROBLEM), (VIEWS, PROBLEM[:8]), ([view[:3] for view in VIEWS], PROBLEM)):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            hopper.module.backward(views, 16, 0, 256, problem, *numbers)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        hopper.module.backward(VIEWS, 16, 0, 256, PROBLEM, *numbers[:4])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
+def test_without_a_gpu_a_backward_call_reports_the_error_of_cuda() -> None:
+    with pytest.raises(RuntimeError, match="cuda"):
+        hopper.module.backward(VIEWS, 16, 0, 256, PROBLEM, 0.125, hopper.module.BF16, 0, False, 0)

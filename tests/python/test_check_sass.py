@@ -1,0 +1,174 @@
+"""scripts/check_sass.py on SASS written by hand: what it accepts, and that each of its checks can fail."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "check_sass.py"
+NAMES = {
+    "forward_kernel": "14forward_kernelINS_13ForwardTraitsILi2EN7cutlass10bfloat16_tEEEEEvNS_11ForwardArgsE",
+    "backward_kernel": "15backward_kernelINS_14BackwardTraitsILi1EN7cutlass6half_tEEEEEvNS_12BackwardArgsE",
+    "preprocess_kernel": "17preprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
+    "postprocess_kernel": "18postprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
+}
+NAMES = {kernel: f"_ZN11flashhopper{name}" for kernel, name in NAMES.items()}
+SCORES_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
+PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+EX2 = "MUFU.EX2 R12, R12"
+TMA = ["UTMALDG.4D [UR8], [UR14], desc[UR16]", "UTMASTG.4D [UR8], [UR6]"]
+HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR40], RZ, !UPT"
+RED = "UBLKRED.G.S.ADD.F32.RN [UR8], [UR4], UR5"
+RED_OF_FOUR, RED_OF_ONE = (f"REDG.E.ADD.{kind}.FTZ.RN.STRONG.GPU desc[UR4][R16.64], R152" for kind in ("F32x4", "F32"))
+
+
+def step(*, early: int = 1, late: int = 3, loops_to: int = 0x10) -> list[str]:
+    """A forward kernel: a first block, the main loop from 0x10 on, the last product."""
+    head = [EX2, HGMMA, SCORES_DONE, "@P1 BRA P2, 0x9000"]
+    loop = [*head[1:], *[EX2] * early, PV_DONE, *[EX2] * late, f"@P1 BRA 0x{loops_to:x}"]
+    return [EX2, *loop, HGMMA, PV_DONE, *TMA]
+
+
+GOOD = {
+    "forward_kernel": step(),
+    "backward_kernel": [HGMMA, RED, *TMA],
+    "preprocess_kernel": ["LDG.E.128.CONSTANT R4, desc[UR4][R2.64]"],
+    "postprocess_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
+}
+
+
+def sass(kernels: dict[str, list[str]]) -> str:
+    """What cuobjdump prints: every instruction with its address, then its encoding on two lines."""
+    text = "\n\tcode for sm_90a\n"
+    for kernel, code in kernels.items():
+        text += f'\n\t\tFunction : {NAMES[kernel]}\n\t.headerflags\t@"EF_CUDA_SM90"\n'
+        for place, instruction in enumerate(code):
+            margin = "" if instruction.startswith("@") else "    "
+            text += f"        /*{16 * place:04x}*/      {margin} {instruction} ;    /* 0x00000a00ff017b82 */\n"
+            text += f"{'':80}/* 0x000fe20000000800 */\n"
+    return text
+
+
+def ptxas_log(*kernels: str, stack: int = 0, spills: int = 0) -> str:
+    return "".join(
+        f"ptxas info    : Compiling entry function '{NAMES[kernel]}' for 'sm_90a'\n"
+        f"ptxas info    : Function properties for {NAMES[kernel]}\n"
+        f"    {stack} bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 16 barriers\n"
+        for kernel in kernels
+    )
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_sass", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Path:
+    """A build directory with one instance a direction."""
+    logs = tmp_path / "CMakeFiles/flashhopper_kernels.dir/instances"
+    logs.mkdir(parents=True)
+    (tmp_path / "generated").mkdir()
+    for direction, kernels in (
+        ("forward", ("forward_kernel",)),
+        ("backward", ("preprocess_kernel", "backward_kernel", "postprocess_kernel")),
+    ):
+        listing = f"// Written by hand.\nFLASHHOPPER_INSTANCE({direction}_row, bf16)\n"
+        (tmp_path / f"generated/flashhopper_{direction}_instances.inc").write_text(listing)
+        (logs / f"{direction}_row_bf16.cu.o.ptxas").write_text(ptxas_log(*kernels))
+    return tmp_path
+
+
+def problems(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, **change: list[str]) -> list[str]:
+    monkeypatch.setattr(script, "disassemble", lambda _: sass({**GOOD, **change}))
+    found: list[str] = script.check_kernels(build, build / "libflashhopper.so")
+    return found
+
+
+def test_a_good_build(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(script, build, monkeypatch) == []
+
+
+def test_a_build_without_kernels_of_a_direction(
+    script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (build / "generated/flashhopper_backward_instances.inc").write_text("// Written by hand.\n")
+    assert problems(script, build, monkeypatch) == []
+
+
+@pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
+@pytest.mark.parametrize("opcode", ["HGMMA", "UTMALDG", "UTMASTG", "UBLKRED"])
+def test_a_lost_instruction(
+    script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, opcode: str
+) -> None:
+    code = [instruction for instruction in GOOD[kernel] if not instruction.startswith(opcode)]
+    found = problems(script, build, monkeypatch, **{kernel: code})
+    if len(code) == len(GOOD[kernel]):
+        assert found == []
+    else:
+        assert any(f"{kernel}: no " in problem and "in its SASS" in problem for problem in found)
+
+
+def test_additions_to_memory(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(script, build, monkeypatch, backward_kernel=[HGMMA, RED_OF_FOUR, *TMA]) == []
+    (problem,) = problems(script, build, monkeypatch, backward_kernel=[HGMMA, RED_OF_ONE, *TMA])
+    assert problem == "backward_row_bf16: backward_kernel: no RED in its SASS"
+
+
+def test_local_memory(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = [*GOOD["preprocess_kernel"], "STL.64 [R1+0x8], R4"]
+    (problem,) = problems(script, build, monkeypatch, preprocess_kernel=code)
+    assert problem == "backward_row_bf16: preprocess_kernel: uses local memory"
+
+
+def test_logs(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = build / "CMakeFiles/flashhopper_kernels.dir/instances/forward_row_bf16.cu.o.ptxas"
+    log.write_text(ptxas_log("forward_kernel", stack=16, spills=8))
+    (problem,) = problems(script, build, monkeypatch)
+    assert problem == "forward_row_bf16: forward_kernel: 16 bytes of stack, 16 bytes of spills"
+    log.write_text(ptxas_log("forward_kernel") + "ptxas info    : (C7510) Potential Performance Loss: serialized\n")
+    (problem,) = problems(script, build, monkeypatch)
+    assert "ptxas says" in problem
+    for text in (ptxas_log("preprocess_kernel"), ""):
+        log.write_text(text)
+        (problem,) = problems(script, build, monkeypatch)
+        assert problem == "forward_row_bf16: no forward_kernel in its ptxas log"
+    log.write_text(ptxas_log("forward_kernel").replace("14forward_kernel", "14fwdward_kernel"))
+    assert any("unknown" in problem for problem in problems(script, build, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (step(early=0, late=4), "after 0 of the 4 exponentials"),
+        (step(early=3, late=2), "after 3 of the 5 exponentials"),
+        (step(early=4, late=0), "after 4 of the 4 exponentials"),
+        (step(early=0, late=0), "after 0 of the 0 exponentials"),
+        (step(loops_to=0x7000), "stands in no loop"),
+        ([x for x in step() if x != PV_DONE], "waited for 0 times"),
+        ([y for x in step() for y in ([x, x] if x == PV_DONE else [x])], "waited for 2 times"),
+        ([x for x in step() if x != SCORES_DONE], "no main loop"),
+    ],
+)
+def test_the_wait_for_pv_in_the_wrong_place(
+    script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, code: list[str], message: str
+) -> None:
+    (problem,) = problems(script, build, monkeypatch, forward_kernel=code)
+    assert problem.startswith("forward_row_bf16: forward_kernel: ")
+    assert message in problem
+
+
+@pytest.mark.parametrize(("early", "late"), [(1, 1), (2, 2), (11, 55)])
+def test_the_wait_for_pv_in_the_right_place(
+    script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, early: int, late: int
+) -> None:
+    assert problems(script, build, monkeypatch, forward_kernel=step(early=early, late=late)) == []

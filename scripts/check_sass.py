@@ -34,6 +34,7 @@ REQUIRED = {
 }
 MAIN_KERNELS = {"forward": "forward_kernel", "backward": "backward_kernel"}
 LOCAL_MEMORY = r"(LDL|STL)\b"
+PRODUCER_STACK = 16
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
 # The two waits of a step of the forward's main loop: for the scores, with P V in flight; for P V.
 SCORES_DONE, PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -126,12 +127,23 @@ def ptxas_entries(log: str) -> list[tuple[str, int, int, int]]:
     ]
 
 
+def spill_problem(kernel: str, code: Code, stack: int, spills: int) -> str | None:
+    """Nothing spills, with one exception: the backward's producer has 24 registers and may keep PRODUCER_STACK bytes of
+    addresses in local memory, read between its TMA instructions. Its code stands behind the consumers'.
+    """
+    places = [address for address, instruction in code if re.match(LOCAL_MEMORY, instruction)]
+    if not (stack or spills or places):
+        return None
+    producer = [address for address, instruction in code if instruction.startswith("USETMAXREG.DEALLOC")]
+    if kernel == "backward_kernel" and stack <= PRODUCER_STACK and producer and min(places, default=-1) > producer[0]:
+        return None
+    return f"{stack} bytes of stack, {spills} bytes of spills, {len(places)} uses of local memory"
+
+
 def check_kernel(kernel: str, code: Code, stack: int, spills: int) -> list[str]:
     problems = []
-    if stack or spills:
-        problems.append(f"{stack} bytes of stack, {spills} bytes of spills")
-    if count(code, LOCAL_MEMORY):
-        problems.append("uses local memory")
+    if (problem := spill_problem(kernel, code, stack, spills)) is not None:
+        problems.append(problem)
     if kernel not in REQUIRED:
         problems.append("is unknown to this script")
     problems += [f"no {name} in its SASS" for name in REQUIRED.get(kernel, ()) if not count(code, COUNTED[name])]

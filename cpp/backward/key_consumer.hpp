@@ -84,23 +84,22 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     storage.v_full.wait(phase);
     if (count > 0) {
       int m = this->visited(block).begin;
-      typename Base::ColumnValues columns;
       storage.q_full[at.slot].wait(at.phase);
       issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, at.slot), tSrS);
       storage.dout_full[at.slot].wait(at.phase);
       issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
-      this->load_columns(columns, storage.lse_log2[at.slot]);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
       for (int left = count; left > 0; --left) {
         this->mask_step(scores, block, m, warpgroup * kWarpgroupRows + this->thread_row);
+        typename Base::ColumnValues columns;
         this->load_columns(columns, storage.lse_log2[at.slot]);
         this->exponentiate(scores, columns);
         pack_all<Element>(scores, packed_p);
-        this->load_columns(columns, storage.delta[at.slot]);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tPrP);
         issue_gemm<Accumulate::kAdd>(mma_dv, tVrP, tVrDO(_, _, _, at.slot), tVrV);
+        this->load_columns(columns, storage.delta[at.slot]);
         this->differentiate(gradients, packed_p, columns);
         pack_all<Element>(gradients, packed_ds);
         this->stage(mma_s, packed_ds, sDS_own(_, _, at.slot));
@@ -123,8 +122,8 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         warpgroup_fence_operand(tQrQ);
         this->release(storage.q_empty[at.slot]);
         this->release(storage.dout_empty[at.slot]);
-        at = next;
         this->write_dq(dq, at.slot);  // one part a step: the position is the parity
+        at = next;
         if (left > 1) storage.dout_full[at.slot].wait(at.phase);
         issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
         this->hand_over_dq();

@@ -127,14 +127,24 @@ def test_additions_to_memory(script: ModuleType, build: Path, monkeypatch: pytes
 def test_local_memory(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = [*GOOD["preprocess_kernel"], "STL.64 [R1+0x8], R4"]
     (problem,) = problems(script, build, monkeypatch, preprocess_kernel=code)
-    assert problem == "backward_row_bf16: preprocess_kernel: uses local memory"
+    local = "0 bytes of stack, 0 bytes of spills, 1 uses of local memory"
+    assert problem == f"backward_row_bf16: preprocess_kernel: {local}"
+
+
+def test_local_memory_of_the_producer(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deallocation, store = "USETMAXREG.DEALLOC.CTAPOOL 0x18", "STL [R1], R2"
+    good = GOOD["backward_kernel"]
+    assert problems(script, build, monkeypatch, backward_kernel=[*good, deallocation, store]) == []
+    for code in ([*good, store], [*good, store, deallocation], [store, *good, deallocation, store]):
+        (problem,) = problems(script, build, monkeypatch, backward_kernel=code)
+        assert "uses of local memory" in problem
 
 
 def test_logs(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = build / "CMakeFiles/flashhopper_kernels.dir/instances/forward_row_bf16.cu.o.ptxas"
     log.write_text(ptxas_log("forward_kernel", stack=16, spills=8))
     (problem,) = problems(script, build, monkeypatch)
-    assert problem == "forward_row_bf16: forward_kernel: 16 bytes of stack, 16 bytes of spills"
+    assert problem == "forward_row_bf16: forward_kernel: 16 bytes of stack, 16 bytes of spills, 0 uses of local memory"
     log.write_text(ptxas_log("forward_kernel") + "ptxas info    : (C7510) Potential Performance Loss: serialized\n")
     (problem,) = problems(script, build, monkeypatch)
     assert "ptxas says" in problem

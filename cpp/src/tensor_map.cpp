@@ -95,9 +95,20 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   CUtensorMapDataType const type =
       spec.dtype == FLASHHOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMapSwizzle const swizzle = spec.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  CUresult const result = encoder().encode(map, type, 4, spec.tensor.data, key.extents, key.strides, box,
-                                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto const encode = [&] {
+    return encoder().encode(map, type, 4, spec.tensor.data, key.extents, key.strides, box, element_strides,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT) {
+    // A thread that has made no runtime call yet, such as one of torch's autograd threads, has no current context.
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaSetDevice(device);
+    if (error != cudaSuccess) return cuda_error("cudaSetDevice", error);
+    result = encode();
+  }
   if (result == CUDA_SUCCESS) {
     entry = {key, *map};
     return FLASHHOPPER_OK;

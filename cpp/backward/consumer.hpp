@@ -48,8 +48,9 @@ struct BackwardConsumer {
     return m + 1 == range.end ? range.begin : m + 1;
   }
 
-  // One arrival a warp: its reads of the slot are over.
+  // One arrival a warp: its reads of the slot are over, also those of lse and delta by the other lanes.
   FLASHHOPPER_DEVICE void release(Barrier& empty) const {
+    __syncwarp();
     if (lane == 0) empty.arrive();
   }
 

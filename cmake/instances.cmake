@@ -1,12 +1,16 @@
 # One .cu for every (row of a config table, element type). The table in C++ is the only list: its rows are read here.
 # A row is one line of the form  {.name = "fwd_hd128_m128_n160", .head_dim = 128, ...
 
-# flashhopper_generate_instances(<out> TEMPLATE <file.cu.in> TABLE <config.hpp> LIST <name.inc>): the generated files, in
-# the build directory, named <row>_<element>.cu; the template sees FLASHHOPPER_CONFIG and FLASHHOPPER_ELEMENT.
+# flashhopper_generate_instances(<out> TEMPLATE <file.cu.in> TABLE <config.hpp> LIST <name.inc> [DTYPES <element>...]):
+# the generated files, in the build directory, named <row>_<element>.cu; the template sees FLASHHOPPER_CONFIG and
+# FLASHHOPPER_ELEMENT. DTYPES: FLASHHOPPER_DTYPES unless said.
 # generated/<name.inc> says what the dispatch file of this table may call: FLASHHOPPER_INSTANCE(row, element) for every
 # generated file. Both may be empty in a build that FLASHHOPPER_HEAD_DIMS narrows.
 function(flashhopper_generate_instances out)
-  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "TEMPLATE;TABLE;LIST" "")
+  cmake_parse_arguments(PARSE_ARGV 1 ARG "" "TEMPLATE;TABLE;LIST" "DTYPES")
+  if(NOT ARG_DTYPES)
+    set(ARG_DTYPES ${FLASHHOPPER_DTYPES})
+  endif()
   set(table "${PROJECT_SOURCE_DIR}/${ARG_TABLE}")
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${table}")
   file(STRINGS "${table}" rows REGEX "{ *\\.name = \"[a-z0-9_]+\"")
@@ -24,7 +28,7 @@ function(flashhopper_generate_instances out)
     if(FLASHHOPPER_HEAD_DIMS AND NOT CMAKE_MATCH_2 IN_LIST FLASHHOPPER_HEAD_DIMS)
       continue()
     endif()
-    foreach(FLASHHOPPER_ELEMENT IN LISTS FLASHHOPPER_DTYPES)
+    foreach(FLASHHOPPER_ELEMENT IN LISTS ARG_DTYPES)
       set(instance "${PROJECT_BINARY_DIR}/instances/${FLASHHOPPER_CONFIG}_${FLASHHOPPER_ELEMENT}.cu")
       configure_file("${PROJECT_SOURCE_DIR}/${ARG_TEMPLATE}" "${instance}" @ONLY)
       list(APPEND instances "${instance}")

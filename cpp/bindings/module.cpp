@@ -196,6 +196,53 @@ void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse,
   check(status);
 }
 
+// 8-bit attention of contiguous tensors; addresses, 0 for what the recipe lacks: q, k, v, q_scale, k_scale, v_scale,
+// lse_shift, v_mean. columns: of q and k, and of v. blocks: rows of one scale of q, k and v.
+void forward8(std::array<intptr_t, 8> const& addresses, Tensor const& out, intptr_t lse, intptr_t workspace,
+              Sizes const& sizes, std::array<int64_t, 2> const& columns, std::array<int64_t, 3> const& blocks,
+              int format, int dtype, double softmax_scale, int sm_margin, intptr_t stream) {
+  flashhopper_forward8_params params{};
+  set_problem(params, sizes, softmax_scale, dtype, sm_margin);
+  params.columns = columns[0];
+  params.columns_v = columns[1];
+  params.keys = (params.seqlen_k + 127) / 128 * 128;
+  auto const contiguous = [](intptr_t address, int64_t rows, int64_t row, int64_t heads, bool heads_outside) {
+    return flashhopper_tensor{reinterpret_cast<void*>(address), rows * heads * row, heads_outside ? row : heads * row,
+                              heads_outside ? rows * row : row};
+  };
+  params.q = contiguous(addresses[0], params.seqlen_q, params.columns, params.heads, false);
+  params.k = contiguous(addresses[1], params.seqlen_k, params.columns, params.kv_heads, false);
+  params.v = contiguous(addresses[2], params.columns_v, params.keys, params.kv_heads, true);
+  params.out = {reinterpret_cast<void*>(out[0]), out[1], out[2], out[3]};
+  float const** const floats[] = {&params.q_scale, &params.k_scale, &params.v_scale, &params.lse_shift, &params.v_mean};
+  for (size_t i = 0; i < 5; ++i) *floats[i] = reinterpret_cast<float const*>(addresses[3 + i]);
+  params.lse = reinterpret_cast<float*>(lse);
+  params.workspace = reinterpret_cast<void*>(workspace);
+  params.q_block = blocks[0];
+  params.k_block = blocks[1];
+  params.v_block = blocks[2];
+  params.format = format;
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_forward8(&params);
+  }
+  check(status);
+}
+
+py::dict forward8_plan(Sizes const& sizes, int format, int dtype, int sm_margin, int num_sms) {
+  flashhopper_forward8_params params{};
+  set_problem(params, sizes, 1.0, dtype, sm_margin);
+  params.columns = (params.head_dim + 15) / 16 * 16;
+  params.columns_v = (params.head_dim_v + 15) / 16 * 16;
+  params.keys = (params.seqlen_k + 127) / 128 * 128;
+  params.format = format;
+  flashhopper_plan plan;
+  check(flashhopper_forward8_get_plan(&params, num_sms, &plan));
+  return to_dict(plan);
+}
+
 template <class GetConfig>
 py::list configs(GetConfig const& get_config) {
   py::list rows;
@@ -222,6 +269,8 @@ py::dict environment() {
 PYBIND11_MODULE(_C, module) {
   module.attr("FP16") = static_cast<int>(FLASHHOPPER_FP16);
   module.attr("BF16") = static_cast<int>(FLASHHOPPER_BF16);
+  module.attr("E4M3") = static_cast<int>(FLASHHOPPER_E4M3);
+  module.attr("INT8") = static_cast<int>(FLASHHOPPER_INT8);
   module.def("version", [] { return flashhopper_version(); });
   module.def("environment", &environment);
   module.def("workspace_bytes", &flashhopper_workspace_bytes);
@@ -232,6 +281,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward_plan", &backward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
              py::arg("deterministic"), py::arg("num_sms"));
   module.def("backward", &backward);
+  module.def("forward8_configs", [] { return configs(flashhopper_forward8_get_config); });
+  module.def("forward8_plan", &forward8_plan, py::arg("sizes"), py::arg("format"), py::arg("dtype"),
+             py::arg("sm_margin"), py::arg("num_sms"));
+  module.def("forward8", &forward8);
   module.def("prepare_forward", &prepare_forward);
   module.def("layout_reader", &layout_reader);
 }

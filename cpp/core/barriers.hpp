@@ -61,7 +61,7 @@ struct RingPosition {
 };
 
 // Hardware named barriers; 0 is __syncthreads.
-enum NamedBarrier : int { kTurnOfWarpgroup = 1, kOutputOfWarpgroup = 4 };  // + consumer warpgroup index
+enum NamedBarrier : int { kTurnOfWarpgroup = 1 };  // + consumer warpgroup index
 
 template <int kThreads>
 FLASHHOPPER_DEVICE void named_barrier_sync(int id) {

@@ -23,6 +23,8 @@ struct ForwardConfig {
   int stages;      // depth of the K ring and of the V ring
   int q_stages;    // 2: the next tile's Q is loaded during this one, 1: where shared memory does not suffice
   bool ping_pong;  // consumer warpgroups take turns at issuing their GEMMs
+  int element_bytes = 2;    // of q, k and v
+  int partial_columns = 0;  // columns of V whose product with one key block has an accumulator of its own; 0: none has
 };
 
 // clang-format off: one row a line, cmake/instances.cmake reads them.
@@ -44,18 +46,22 @@ constexpr int threads(ForwardConfig const& config) { return (consumer_warpgroups
 constexpr int producer_registers(ForwardConfig const& config) { return consumer_warpgroups(config) == 2 ? 24 : 32; }
 constexpr int consumer_registers(ForwardConfig const& config) { return consumer_warpgroups(config) == 2 ? 240 : 160; }
 
-// 16-bit elements of one TMA box row: a 128-byte swizzle row where the head dimension allows, else 64 bytes (96).
-constexpr int box_columns(int head_dim) { return head_dim % 64 == 0 ? 64 : 32; }
+// Elements of one TMA box row: a 128-byte swizzle row where the head dimension allows, else 64 or 32 bytes.
+constexpr int box_columns(int head_dim, int element_bytes = 2) {
+  int const bytes = head_dim * element_bytes;
+  return (bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32) / element_bytes;
+}
 
 constexpr int64_t smem_bytes(ForwardConfig const& config) {
-  int64_t const element_bytes = 2;
   int64_t const q = int64_t{config.q_stages} * config.tile_m * config.head_dim;
   int64_t const kv = int64_t{config.stages} * config.tile_n * (config.head_dim + config.head_dim_v);
-  return (q + kv) * element_bytes + kBarrierBytes;
+  return (q + kv) * config.element_bytes + kBarrierBytes;
 }
 
 constexpr bool is_valid(ForwardConfig const& config) {
-  int const row_registers = config.tile_n / 2 + config.tile_n / 4 + config.head_dim_v / 2;  // S, P and O of one thread
+  // S, P, O and what of P V has its own accumulator, in one thread.
+  int const row_registers = config.tile_n / 2 + config.tile_n * config.element_bytes / 8 + config.head_dim_v / 2 +
+                            (config.partial_columns == config.head_dim_v ? config.partial_columns / 2 : 0);
   return smem_bytes(config) <= kMaxSmemBytes && config.tile_m % kWarpgroupRows == 0 && config.tile_n % 16 == 0 &&
          config.tile_n <= 256 && config.head_dim_v <= config.head_dim && config.head_dim % 32 == 0 &&
          config.head_dim_v % 32 == 0 && (consumer_warpgroups(config) == 2 || consumer_warpgroups(config) == 3) &&

@@ -9,15 +9,17 @@
 
 namespace flashhopper {
 
-template <class Element, int kBoxColumns>
-using RowMajorAtom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
-                                        cute::GMMA::Layout_K_SW64_Atom<Element>>;
+template <class Element, int kBoxColumns, int kBytes = kBoxColumns * int{sizeof(Element)}>
+using RowMajorAtom = std::conditional_t<
+    kBytes == 128, cute::GMMA::Layout_K_SW128_Atom<Element>,
+    std::conditional_t<kBytes == 64, cute::GMMA::Layout_K_SW64_Atom<Element>, cute::GMMA::Layout_K_SW32_Atom<Element>>>;
 template <class Element, int kBoxColumns>
 using TransposedAtom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
                                           cute::GMMA::Layout_MN_SW64_Atom<Element>>;
 
 // (rows, head_dim, stages): box after box, kRows rows of kBoxColumns each.
-template <class Element, int kRows, int kHeadDim, int kStages, int kBoxColumns = box_columns(kHeadDim)>
+template <class Element, int kRows, int kHeadDim, int kStages,
+          int kBoxColumns = box_columns(kHeadDim, sizeof(Element))>
 using TileLayout = decltype(cute::tile_to_shape(
     RowMajorAtom<Element, kBoxColumns>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
 
@@ -32,5 +34,12 @@ template <int kColumns>
 using ProbabilityLayout =
     cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 16>>,
                  cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
+
+// The same in 8 bits, where a thread's operand is four keys in a row and its accumulator two and two: packed in pairs of
+// accumulator groups, registers are in the operand's order if each 16 keys of V stand in the order of value_position.
+template <int kColumns>
+using ProbabilityLayout8 =
+    cute::Layout<cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 32>>,
+                 cute::Stride<cute::Stride<cute::_1, cute::_4, cute::_8>, cute::_0, cute::_16>>;
 
 }  // namespace flashhopper

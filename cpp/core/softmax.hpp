@@ -132,4 +132,64 @@ struct OnlineSoftmax {
   }
 };
 
+// The same where scores carry a factor of their own in every key block and row, and probabilities are to be rounded to
+// e4m3. Probabilities are 2^(s + log2(v_scale) - maximum + kProbabilityBits): the scale of the values rides on them, so
+// they fill e4m3's range and the product with the stored values needs no factor. Maxima are in base 2, scaled.
+struct ScaledSoftmax {
+  static constexpr float kProbabilityBits = 8.f;  // 2^8 < 448
+  float row_max[kRowsPerThread] = {-INFINITY, -INFINITY};
+  float row_sum[kRowsPerThread] = {0.f, 0.f};  // of this thread's columns only, until finish()
+
+  // Raises row r's maximum. Raw scores are zero + score; factor turns a score into base 2, log2_scale is that of the
+  // block's values. Returns the factor for the earlier sum and output.
+  template <int kElements>
+  FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r, float zero, float factor,
+                                          float log2_scale) {
+    float even = -INFINITY, odd = -INFINITY;
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kElements; e += 2) {
+      if (accumulator_row(e) != r) continue;
+      even = fmaxf(even, scores[e]);
+      odd = fmaxf(odd, scores[e + 1]);
+    }
+    float const block_max = (quad_max(fmaxf(even, odd)) - zero) * factor + log2_scale;
+    float const raised = fmaxf(row_max[r], block_max);
+    float const rescale = fast_exp2(row_max[r] - offset(raised));
+    row_max[r] = raised;
+    return rescale;
+  }
+
+  // Replaces the scores of row r by probabilities and adds them, without the values' scale, to the rescaled sum.
+  template <int kElements>
+  FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r, float zero, float factor,
+                                            float log2_scale, float rescale) {
+    float const subtract = zero * factor + (offset(row_max[r]) - log2_scale - kProbabilityBits);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kElements; ++e) {
+      if (accumulator_row(e) == r) scores[e] = fast_exp2(scores[e] * factor - subtract);
+    }
+    float sum = 0.f;
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kElements; ++e) {
+      if (accumulator_row(e) == r) sum += scores[e];
+    }
+    row_sum[r] = row_sum[r] * rescale + sum * fast_exp2(-log2_scale);
+  }
+
+  // As OnlineSoftmax's.
+  FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
+    constexpr float kLn2 = 0.69314718055994530942f;
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float const sum = quad_sum(row_sum[r]);
+      bool const empty = sum == 0.f;
+      normalise[r] = empty ? 0.f : fast_reciprocal(sum);
+      lse[r] = empty ? -INFINITY : (offset(row_max[r]) - kProbabilityBits + fast_log2(sum)) * kLn2;
+    }
+  }
+
+ private:
+  FLASHHOPPER_HOST_DEVICE static float offset(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
+};
+
 }  // namespace flashhopper

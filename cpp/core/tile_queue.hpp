@@ -18,7 +18,17 @@ struct TileSource {
 
   // The CTA's first tile is its block index, later ones come from the counter.
   FLASHHOPPER_DEVICE Tile first() { return publish(static_cast<int>(blockIdx.x)); }
-  FLASHHOPPER_DEVICE Tile next() { return publish(atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x)); }
+  FLASHHOPPER_DEVICE Tile next() { return publish(take()); }
+  // The two halves of next(), for a caller that has work to do while the counter answers.
+  FLASHHOPPER_DEVICE int take() { return atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x); }
+  FLASHHOPPER_DEVICE Tile publish(int place) {
+    Tile const tile = place < schedule.total() ? schedule.at(place) : Tile{-1, 0, 0};
+    storage.tile_empty[position.slot].wait(position.phase ^ 1);
+    storage.tile[position.slot] = tile;
+    storage.tile_full[position.slot].arrive();
+    position.advance();
+    return tile;
+  }
 
   // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
   FLASHHOPPER_DEVICE void finish() {
@@ -27,16 +37,6 @@ struct TileSource {
       counters[0] = 0;
       counters[1] = 0;
     }
-  }
-
- private:
-  FLASHHOPPER_DEVICE Tile publish(int place) {
-    Tile const tile = place < schedule.total() ? schedule.at(place) : Tile{-1, 0, 0};
-    storage.tile_empty[position.slot].wait(position.phase ^ 1);
-    storage.tile[position.slot] = tile;
-    storage.tile_full[position.slot].arrive();
-    position.advance();
-    return tile;
   }
 };
 
@@ -51,6 +51,18 @@ struct TileReader {
     read(tile);
     hand_back(true);
     return tile.block >= 0;
+  }
+  // The same in two steps, for a warp that would rather look again than keep a copy in registers: the slot of the next
+  // tile, and its return when every lane has seen enough of it.
+  FLASHHOPPER_DEVICE int await() {
+    int const slot = position.slot;
+    storage.tile_full[slot].wait(position.phase);
+    position.advance();
+    return slot;
+  }
+  FLASHHOPPER_DEVICE void hand_back(int slot, bool is_elected) {
+    __syncwarp();
+    if (is_elected) storage.tile_empty[slot].arrive();
   }
   // Called by a whole warp; every lane has its copy before the slot is handed back.
   FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {

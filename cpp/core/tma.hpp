@@ -18,17 +18,17 @@ enum class L2Hint : uint64_t {
   kEvictLast = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
 };
 
-// Loads rows [row, row + kRows) of one head into smem, one box of kBoxColumns after another. Rows and columns outside
-// the tensor arrive as zeros; the barrier always counts the bytes of the full boxes, and more_bytes that other loads
-// bring.
+// Loads rows [row, row + kRows) of one head, columns from first_column, into smem, one box of kBoxColumns after another.
+// Rows and columns outside the tensor arrive as zeros; the barrier always counts the bytes of the full boxes, and
+// more_bytes that other loads bring.
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
 FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem, int row,
-                                      int head, int batch, int more_bytes = 0) {
+                                      int head, int batch, int more_bytes = 0, int first_column = 0) {
   full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)} + more_bytes);
   FLASHHOPPER_UNROLL
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows, column, row,
-                                 head, batch);
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows,
+                                 first_column + column, row, head, batch);
   }
 }
 

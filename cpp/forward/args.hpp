@@ -3,19 +3,60 @@
 
 #include <cuda.h>
 
+#include "core/config8.hpp"
 #include "core/mask.hpp"
 #include "core/scheduler.hpp"
 
 namespace flashhopper {
 
+// (batch, seqlen_q, heads, head_dim_v), strides in elements; address and strides are multiples of 16 bytes.
+struct OutputTensor {
+  void* data;
+  int64_t batch_stride, row_stride, head_stride;
+  int head_dim_v;
+};
+
 struct ForwardArgs {
-  CUtensorMap q, k, v, out;  // boxes: 64 rows for q and out (one consumer warpgroup), tile_n rows for k and v
-  float* lse;                // (batch, heads, seqlen_q)
+  CUtensorMap q, k, v;  // boxes: 64 rows for q (one consumer warpgroup), tile_n rows for k and v
+  OutputTensor out;
+  float* lse;  // (batch, heads, seqlen_q)
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
   float softmax_scale_log2;  // softmax_scale * log2(e)
   int group;                 // heads / kv_heads
   Mask mask;
   TileSchedule schedule;
 };
+
+// What 8-bit operands bring along. Element = data * scale; a block of 0 rows means one scale for the whole head.
+struct Forward8Args : ForwardArgs {
+  float const* q_scale;    // (batch, heads, ceil(seqlen_q / q_block))
+  float const* k_scale;    // (batch, kv_heads, k_scales): of each block of kScaleBlock keys, or one for all
+  float const* v_scale;    // likewise
+  float const* lse_shift;  // (batch, heads, seqlen_q), times softmax_scale is added to lse; or null
+  float const* v_mean;     // (batch, kv_heads, head_dim_v), added to each row that sees a key; or null
+  int q_block, q_scales;   // rows of one scale, scales of one head
+  int k_scales, v_scales;  // of one head
+  int v_mean_columns;      // of one head
+  float softmax_scale;
+  bool out_is_bf16;
+};
+
+// Index of a tile's (batch, kv head).
+FLASHHOPPER_DEVICE int64_t kv_head_of(ForwardArgs const& args, Tile const& tile) {
+  return int64_t{tile.batch} * (args.schedule.heads / args.group) + tile.head / args.group;
+}
+
+// The key blocks of a tile; producer and consumers pass over tiles that have none.
+template <class Traits>
+FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, Tile const& tile) {
+  int const row_begin = tile.block * Traits::kTileM;
+  return args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+}
+// Those of them that need no test of single elements.
+template <class Traits>
+FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, Tile const& tile) {
+  int const row_begin = tile.block * Traits::kTileM;
+  return args.mask.unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+}
 
 }  // namespace flashhopper

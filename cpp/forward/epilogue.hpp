@@ -1,13 +1,10 @@
-// The end of a work tile: log-sum-exp to device memory, normalised output to the shared-memory slot that TMA stores
-// from. Before it: consumer.hpp. After it: the query-output warps of producer.hpp.
+// The end of a work tile: log-sum-exp and normalised output from registers to device memory.
+// Before it: consumer.hpp.
 #pragma once
 
-#include <cute/atom/copy_atom.hpp>
-#include <cute/tensor.hpp>
-
+#include "core/elements.hpp"
 #include "core/softmax.hpp"
 #include "forward/args.hpp"
-#include "forward/traits.hpp"
 
 namespace flashhopper {
 
@@ -23,18 +20,63 @@ FLASHHOPPER_DEVICE void store_lse(ForwardArgs const& args, Tile const& tile, flo
   }
 }
 
-// Converts the fp32 accumulator and writes it with stmatrix in the layout that the TMA store of `out` expects.
-template <class Traits, class Accumulator, class TiledMma>
-FLASHHOPPER_DEVICE void stage_output(Accumulator const& tOrO, TiledMma const& mma_pv, typename Traits::Element* smem,
-                                     int thread) {
-  using namespace cute;
-  using Element = typename Traits::Element;
-  Tensor sO = make_tensor(make_smem_ptr(smem), typename Traits::LayoutO{})(_, _, _0{});  // (64, head_dim_v)
-  Tensor rO = make_tensor<Element>(tOrO.layout());
+// Transposes the 4 x 4 registers of a quad: register i of thread c becomes register c of thread i.
+FLASHHOPPER_DEVICE void transpose_quad(uint32_t (&registers)[4], int lane) {
   FLASHHOPPER_UNROLL
-  for (int e = 0; e < size(rO); ++e) rO(e) = static_cast<Element>(tOrO(e));
-  auto thread_copy = make_tiled_copy_C(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, mma_pv).get_slice(thread);
-  copy(Copy_Atom<SM90_U32x4_STSM_N, Element>{}, thread_copy.retile_S(rO), thread_copy.partition_D(sO));
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    bool const upper = (lane & bit) != 0;
+    FLASHHOPPER_UNROLL
+    for (int low = 0; low < 4; ++low) {
+      if ((low & bit) != 0) continue;
+      int const high = low | bit;
+      uint32_t const received = __shfl_xor_sync(0xffffffffu, upper ? registers[low] : registers[high], bit);
+      (upper ? registers[low] : registers[high]) = received;
+    }
+  }
+}
+
+// Writes 32 columns of the two rows of a thread, from the 16 floats that the accumulator holds of them. A quad has a row
+// in pieces of two columns, eight columns apart; exchanged among its threads they become 16 bytes in each, so that a
+// warp writes 64 contiguous bytes of eight rows. This goes past shared memory because the slot of the queries is then
+// free as soon as their last scores are done.
+template <class Element>
+FLASHHOPPER_DEVICE void store_columns(ForwardArgs const& args, Tile const& tile, float const* outputs, int first_row,
+                                      int first_column, int lane) {
+  OutputTensor const& out = args.out;
+  int const column = first_column + lane % 4 * 8;
+  Element* const base =
+      static_cast<Element*>(out.data) + tile.batch * out.batch_stride + tile.head * out.head_stride + column;
+  FLASHHOPPER_UNROLL
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    uint32_t piece[4];
+    FLASHHOPPER_UNROLL
+    for (int i = 0; i < 4; ++i) piece[i] = pack<Element>(outputs[4 * i + 2 * r], outputs[4 * i + 2 * r + 1]);
+    transpose_quad(piece, lane);
+    int const row = first_row + 8 * r;
+    if (row < args.mask.seqlen_q && column < out.head_dim_v) {
+      *reinterpret_cast<uint4*>(base + row * out.row_stride) = uint4{piece[0], piece[1], piece[2], piece[3]};
+    }
+  }
+}
+
+template <class Element, int kOutputs>
+FLASHHOPPER_DEVICE void store_output(ForwardArgs const& args, Tile const& tile, float const (&outputs)[kOutputs],
+                                     int first_row, int lane) {
+  FLASHHOPPER_UNROLL
+  for (int e = 0; e < kOutputs; e += 16) {
+    store_columns<Element>(args, tile, outputs + e, first_row, accumulator_column(e), lane);
+  }
+}
+
+// A tile that sees no key: output 0, lse -inf. Zero has the same bits in every element type.
+template <int kHeadDimV>
+FLASHHOPPER_DEVICE void store_nothing_seen(ForwardArgs const& args, Tile const& tile, int first_row, int lane) {
+  float const zeros[16] = {};
+#pragma unroll 1
+  for (int column = 0; column < kHeadDimV; column += 32) {
+    store_columns<element::fp16>(args, tile, zeros, first_row, column, lane);
+  }
+  store_lse(args, tile, {-INFINITY, -INFINITY}, first_row, lane);
 }
 
 }  // namespace flashhopper

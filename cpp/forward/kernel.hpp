@@ -1,17 +1,18 @@
 // The forward kernel: a persistent CTA a multiprocessor, one producer warpgroup and two or three consumer warpgroups.
-// Before it: launch.hpp. Read on in producer.hpp and consumer.hpp.
+// Before it: launch.hpp. Read on in producer.hpp, consumer16.hpp and consumer8.hpp.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
-#include "forward/consumer.hpp"
+#include "forward/consumer16.hpp"
+#include "forward/consumer8.hpp"
 #include "forward/producer.hpp"
 
 namespace flashhopper {
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_constant__ ForwardArgs const args) {
+__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_constant__ typename Traits::Args const args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& storage = *reinterpret_cast<ForwardStorage<Traits>*>(smem);
 
@@ -27,7 +28,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_con
     produce<Traits>(args, storage);
   } else {
     cutlass::arch::warpgroup_reg_alloc<consumer_registers(Traits::kConfig)>();
-    Consumer<Traits>(args, storage, warpgroup - 1).run();
+    using Consumer = std::conditional_t<Traits::kIs8Bit, Consumer8<Traits>, Consumer16<Traits>>;
+    Consumer(args, storage, warpgroup - 1).run();
   }
 }
 

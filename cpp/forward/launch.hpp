@@ -8,9 +8,9 @@
 namespace flashhopper {
 
 template <class Traits>
-cudaError_t launch_forward(ForwardArgs const& args, int grid, int device, cudaStream_t stream) {
+cudaError_t launch_forward(typename Traits::Args const& args, int grid, int device, cudaStream_t stream) {
   static_assert(sizeof(ForwardStorage<Traits>) <= smem_bytes(Traits::kConfig), "barriers outgrew kBarrierBytes");
-  void* parameters[] = {const_cast<ForwardArgs*>(&args)};
+  void* parameters[] = {const_cast<typename Traits::Args*>(&args)};
   return launch<forward_kernel<Traits>>(grid, Traits::kThreads, parameters,
                                         static_cast<int>(smem_bytes(Traits::kConfig)), device, stream);
 }

@@ -9,37 +9,38 @@ namespace flashhopper {
 template <class Traits>
 struct ForwardStorage {
   using Element = typename Traits::Element;
+  using ElementV = typename Traits::ElementV;
   static constexpr int kQueryElements = kWarpgroupRows * Traits::kHeadDim;
 
-  // A warpgroup's output is staged in the Q slot that it has just finished with (head_dim_v <= head_dim).
   alignas(1024) Element q[Traits::kWarpgroups][Traits::kQStages][kQueryElements];
   alignas(1024) Element k[Traits::kStages][Traits::kTileN * Traits::kHeadDim];
-  alignas(1024) Element v[Traits::kStages][Traits::kTileN * Traits::kHeadDimV];
+  alignas(1024) ElementV v[Traits::kStages][Traits::kTileN * Traits::kHeadDimV];
 
   // Arrives: TMA through the loading warp. Waits: the consumer warpgroup.
   Barrier q_full[Traits::kWarpgroups][Traits::kQStages];
-  // Arrives: each warp of the consumer warpgroup, when O lies in the Q slot. Waits: the warp that stores O and reloads
-  // Q.
-  Barrier o_full[Traits::kWarpgroups][Traits::kQStages];
+  // Arrives: each warp of the consumer warpgroup, after its last Q K^T. Waits: the warp that loads the queries.
+  Barrier q_empty[Traits::kWarpgroups][Traits::kQStages];
   // Arrives: TMA through the key-value warp. Waits: all consumer warpgroups.
   Barrier k_full[Traits::kStages];
   Barrier v_full[Traits::kStages];
   // Arrives: each consumer warp. Waits: the key-value warp.
   Barrier k_empty[Traits::kStages];
   Barrier v_empty[Traits::kStages];
-  // Arrives: the key-value warp, which runs the scheduler. Waits: query-output warps and consumers.
+  // Arrives: the key-value warp, which runs the scheduler. Waits: query warps and consumers.
   Barrier tile_full[kTileSlots];
-  // Arrives: each query-output warp and each consumer warp. Waits: the key-value warp.
+  // Arrives: each query warp and each consumer warp. Waits: the key-value warp.
   Barrier tile_empty[kTileSlots];
 
   Tile tile[kTileSlots];  // block < 0: no more work
+  // 8 bits alone: the scales of the key block in a slot of K, and of the values that belong to it. There with K.
+  float2 scales[Traits::kStages];
 
   FLASHHOPPER_DEVICE void init_barriers() {
     constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
     for (int w = 0; w < Traits::kWarpgroups; ++w) {
       for (int s = 0; s < Traits::kQStages; ++s) {
         q_full[w][s].init(1);
-        o_full[w][s].init(4);
+        q_empty[w][s].init(4);
       }
     }
     for (int s = 0; s < Traits::kStages; ++s) {

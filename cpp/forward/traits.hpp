@@ -8,12 +8,16 @@
 #include "core/config.hpp"
 #include "core/elements.hpp"
 #include "core/layouts.hpp"
+#include "forward/args.hpp"
 
 namespace flashhopper {
 
 template <int kConfigIndex, class Element_>
 struct ForwardTraits {
+  using Args = ForwardArgs;
   using Element = Element_;
+  using ElementV = Element;
+  static constexpr bool kIs8Bit = false;
   static constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
@@ -27,7 +31,6 @@ struct ForwardTraits {
   static constexpr int kBoxColumnsV = box_columns(kHeadDimV);
 
   using LayoutQ = TileLayout<Element, kWarpgroupRows, kHeadDim, kQStages>;     // (64, head_dim, q_stages)
-  using LayoutO = TileLayout<Element, kWarpgroupRows, kHeadDimV, 1>;           // (64, head_dim_v, 1)
   using LayoutK = TileLayout<Element, kTileN, kHeadDim, kStages>;              // (tile_n, head_dim, stages)
   using LayoutVt = TransposedTileLayout<Element, kTileN, kHeadDimV, kStages>;  // (head_dim_v, tile_n, stages)
 

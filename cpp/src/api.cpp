@@ -77,6 +77,18 @@ int flashhopper_forward_get_config(int index, flashhopper_plan* row) {
   return guarded([&] { return describe_forward_config(index, row); });
 }
 
+int flashhopper_forward8(flashhopper_forward8_params const* params) {
+  return guarded([&] { return dispatch_forward8(*params); });
+}
+
+int flashhopper_forward8_get_plan(flashhopper_forward8_params const* params, int num_sms, flashhopper_plan* plan) {
+  return guarded([&] { return plan_forward8(*params, num_sms, plan); });
+}
+
+int flashhopper_forward8_get_config(int index, flashhopper_plan* row) {
+  return guarded([&] { return describe_forward8_config(index, row); });
+}
+
 int flashhopper_backward(flashhopper_backward_params const* params) {
   return guarded([&] { return dispatch_backward(*params); });
 }

@@ -36,7 +36,7 @@ flashhopper_status choose_config(Problem const& p, int* index) {
   for (int row = 0; row < kBackwardConfigCount; ++row) {
     if (is_served(row)) built[count++] = {kBackwardConfigs[row].head_dim, kBackwardConfigs[row].head_dim_v};
   }
-  return no_row(p, "backward", built, count);
+  return no_row(p, "backward", dtype_name(p.dtype), built, count);
 }
 
 // In causal attention the first key blocks see the most queries: ascending order starts with the longest tiles. Where

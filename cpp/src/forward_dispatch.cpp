@@ -1,11 +1,8 @@
 // From runtime values to a forward launch: checks, config row, plan, tensor maps, then the instance's launch function.
 // Before it: api.cpp. After it: forward/launch.hpp.
-#include <algorithm>
-#include <cstdio>
-
 #include "core/heuristics.hpp"
 #include "dispatch.hpp"
-#include "forward/args.hpp"
+#include "forward_common.hpp"
 #include "instances.hpp"
 #include "problem.hpp"
 #include "tensor_map.hpp"
@@ -36,14 +33,7 @@ flashhopper_status choose_config(Problem const& p, int* index) {
   for (int row = 0; row < kForwardConfigCount; ++row) {
     if (is_served(row)) built[count++] = {kForwardConfigs[row].head_dim, kForwardConfigs[row].head_dim_v};
   }
-  return no_row(p, "forward", built, count);
-}
-
-TileSchedule make_schedule(Problem const& p, ForwardConfig const& config, Mask const& mask) {
-  int64_t const kv_head_bytes = p.seqlen_k * (config.head_dim + config.head_dim_v) * 2;
-  bool const uneven = mask.window_left >= 0 || mask.window_right >= 0;
-  return make_tile_schedule(ceil_div(static_cast<int>(p.seqlen_q), config.tile_m), static_cast<int>(p.batch),
-                            static_cast<int>(p.heads), static_cast<int>(p.kv_heads), kv_head_bytes, uneven, uneven);
+  return no_row(p, "forward", dtype_name(p.dtype), built, count);
 }
 
 // Everything but the tensor maps.
@@ -57,38 +47,9 @@ flashhopper_status prepare(flashhopper_forward_params const& params, int num_sms
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
-  ForwardConfig const& config = kForwardConfigs[launch->config_index];
-  int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
-  if (m_blocks * p.batch > kMaxTiles / p.heads) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", p.batch, " x heads ", p.heads, " x ", m_blocks,
-                     " query blocks exceed 2^31 work tiles: split the batch");
-  }
-  ForwardArgs& args = launch->args;
-  args.mask = p.mask();
-  args.schedule = make_schedule(p, config, args.mask);
-  args.lse = params.lse;
-  args.workspace = static_cast<int*>(params.workspace);
-  args.softmax_scale_log2 = p.softmax_scale * kLog2e;
-  args.group = static_cast<int>(p.heads / p.kv_heads);
-  launch->grid = std::min(args.schedule.total(), num_sms - p.sm_margin);
-  return FLASHHOPPER_OK;
-}
-
-void describe(ForwardConfig const& config, flashhopper_plan* plan) {
-  *plan = {};
-  std::snprintf(plan->config, sizeof(plan->config), "%.*s", static_cast<int>(config.name.size()), config.name.data());
-  plan->tile_m = config.tile_m;
-  plan->tile_n = config.tile_n;
-  plan->head_dim = config.head_dim;
-  plan->head_dim_v = config.head_dim_v;
-  plan->stages = config.stages;
-  plan->q_stages = config.q_stages;
-  plan->consumer_warpgroups = consumer_warpgroups(config);
-  plan->threads = threads(config);
-  plan->producer_registers = producer_registers(config);
-  plan->consumer_registers = consumer_registers(config);
-  plan->smem_bytes = smem_bytes(config);
-  plan->workspace_bytes = flashhopper_workspace_bytes();
+  launch->args.lse = params.lse;
+  launch->args.workspace = static_cast<int*>(params.workspace);
+  return set_arguments(p, kForwardConfigs[launch->config_index], num_sms, &launch->args, &launch->grid);
 }
 
 }  // namespace
@@ -103,15 +64,7 @@ flashhopper_status describe_forward_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  describe(kForwardConfigs[launch.config_index], plan);
-  plan->grid = launch.grid;
-  plan->tiles = launch.args.schedule.total();
-  Problem const p(params);
-  double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
-  double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
-  double const columns = static_cast<double>(p.head_dim + p.head_dim_v);
-  plan->flops = 2 * batch * heads * p.kept_scores() * columns;
-  plan->bytes = 2 * columns * batch * (heads * sq + static_cast<double>(p.kv_heads) * sk) + 4 * batch * heads * sq;
+  describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.args, launch.grid, plan);
   return FLASHHOPPER_OK;
 }
 
@@ -130,10 +83,10 @@ flashhopper_status dispatch_forward(flashhopper_forward_params const& p) {
   TensorMapSpec const specs[] = {
       {"q", p.q, p.batch, p.seqlen_q, p.heads, p.head_dim, p.dtype, kWarpgroupRows, columns},
       {"k", k, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, config.tile_n, columns},
-      {"v", v, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v},
-      {"out", p.out, p.batch, p.seqlen_q, p.heads, p.head_dim_v, p.dtype, kWarpgroupRows, columns_v}};
-  CUtensorMap* const maps[] = {&args.q, &args.k, &args.v, &args.out};
-  for (int i = 0; i < 4; ++i) FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(specs[i], maps[i]));
+      {"v", v, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v}};
+  FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));
+  CUtensorMap* const maps[] = {&args.q, &args.k, &args.v};
+  for (int i = 0; i < 3; ++i) FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(specs[i], maps[i]));
 
   cudaError_t const error = run(args, launch.grid, device.index, static_cast<cudaStream_t>(p.stream));
   if (error == cudaSuccess) return FLASHHOPPER_OK;

@@ -1,5 +1,5 @@
 // The kernels that a build has, of one direction: what the lists that cmake/instances.cmake generates become.
-// Used by forward_dispatch.cpp and backward_dispatch.cpp.
+// Used by the dispatch files.
 #pragma once
 
 #include <cstddef>
@@ -12,6 +12,8 @@ namespace flashhopper {
 namespace dtype_token {
 inline constexpr flashhopper_dtype fp16 = FLASHHOPPER_FP16;
 inline constexpr flashhopper_dtype bf16 = FLASHHOPPER_BF16;
+inline constexpr flashhopper_dtype e4m3 = FLASHHOPPER_E4M3;
+inline constexpr flashhopper_dtype int8 = FLASHHOPPER_INT8;
 }  // namespace dtype_token
 
 template <class Args>
@@ -40,8 +42,8 @@ template <class Args, size_t kCount>
 flashhopper_status find_built_row(Instance<Args> const (&instances)[kCount], int row_count, int index, int* row) {
   int built = 0;
   for (*row = 0; *row < row_count; ++*row) {
-    bool const is_built = find_instance(instances, *row, FLASHHOPPER_FP16) != nullptr ||
-                          find_instance(instances, *row, FLASHHOPPER_BF16) != nullptr;
+    bool is_built = false;
+    for (Instance<Args> const& instance : instances) is_built = is_built || instance.config_index == *row;
     if (is_built && built++ == index) return FLASHHOPPER_OK;
   }
   return set_error(FLASHHOPPER_INVALID_ARGUMENT, "config index is ", index, ": this build has ", built, " rows");

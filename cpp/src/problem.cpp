@@ -97,10 +97,11 @@ flashhopper_status current_device(Device* device) {
   return FLASHHOPPER_OK;
 }
 
-flashhopper_status no_row(Problem const& problem, char const* direction, BuiltRow const* rows, int count) {
+flashhopper_status no_row(Problem const& problem, char const* direction, char const* dtype, BuiltRow const* rows,
+                          int count) {
   std::ostringstream built;
   for (int i = 0; i < count; ++i) built << (i > 0 ? ", " : "") << rows[i].head_dim << "/" << rows[i].head_dim_v;
-  return set_error(FLASHHOPPER_UNSUPPORTED, "no ", direction, " kernel was built for ", dtype_name(problem.dtype),
+  return set_error(FLASHHOPPER_UNSUPPORTED, "no ", direction, " kernel was built for ", dtype,
                    " with head_dim ", problem.head_dim, " and head_dim_v ", problem.head_dim_v,
                    " (built, up to: ", count > 0 ? built.str() : "none in this dtype", ")");
 }

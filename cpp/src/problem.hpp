@@ -49,7 +49,8 @@ flashhopper_status current_device(Device* device);
 struct BuiltRow {
   int head_dim, head_dim_v;
 };
-flashhopper_status no_row(Problem const& problem, char const* direction, BuiltRow const* rows, int count);
+flashhopper_status no_row(Problem const& problem, char const* direction, char const* dtype, BuiltRow const* rows,
+                          int count);
 
 flashhopper_status launch_error(flashhopper_plan const& plan, cudaError_t error);
 

@@ -30,8 +30,30 @@ Encoder const& encoder() {
 
 // TMA wants every stride to be a positive multiple of 16 bytes; a dimension of extent 1 is never stepped along, so any
 // legal stride will do for it.
-cuuint64_t stride_bytes(int64_t stride, int64_t extent, int64_t contiguous) {
-  return static_cast<cuuint64_t>((extent > 1 ? stride : contiguous) * 2);
+cuuint64_t stride_bytes(int64_t stride, int64_t extent, int64_t contiguous, int element_bytes) {
+  return static_cast<cuuint64_t>((extent > 1 ? stride : contiguous) * element_bytes);
+}
+
+struct ElementType {
+  CUtensorMapDataType type;
+  int bytes;
+};
+ElementType element_type(int32_t dtype) {
+  switch (dtype) {
+    case FLASHHOPPER_FP16:
+      return {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2};
+    case FLASHHOPPER_BF16:
+      return {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2};
+    default:  // e4m3 and int8: moved, never looked into
+      return {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1};
+  }
+}
+
+// A box row is one swizzle row.
+CUtensorMapSwizzle swizzle(int row_bytes) {
+  return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                           : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
 // What a tensor map is made of. The map depends on nothing else, so one made earlier serves again, whatever the memory
@@ -75,12 +97,14 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   FLASHHOPPER_RETURN_IF_ERROR(require_tma());
   // Innermost first: head_dim, seqlen, heads, batch. Empty tensors get one row that nobody loads.
   auto const at_least_one = [](int64_t extent) { return static_cast<cuuint64_t>(extent > 0 ? extent : 1); };
-  int64_t const row = (spec.head_dim + 7) / 8 * 8;
+  ElementType const element = element_type(spec.dtype);
+  int64_t const row = (spec.head_dim + 15) / 16 * 16;
   Key const key{
       spec.tensor.data,
       {at_least_one(spec.head_dim), at_least_one(spec.seqlen), at_least_one(spec.heads), at_least_one(spec.batch)},
-      {stride_bytes(spec.tensor.row_stride, spec.seqlen, row), stride_bytes(spec.tensor.head_stride, spec.heads, row),
-       stride_bytes(spec.tensor.batch_stride, spec.batch, row)},
+      {stride_bytes(spec.tensor.row_stride, spec.seqlen, row, element.bytes),
+       stride_bytes(spec.tensor.head_stride, spec.heads, row, element.bytes),
+       stride_bytes(spec.tensor.batch_stride, spec.batch, row, element.bytes)},
       spec.dtype,
       spec.box_rows,
       spec.box_columns,
@@ -92,12 +116,9 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   }
   cuuint32_t const box[4] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1, 1};
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
-  CUtensorMapDataType const type =
-      spec.dtype == FLASHHOPPER_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  CUtensorMapSwizzle const swizzle = spec.box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   auto const encode = [&] {
-    return encoder().encode(map, type, 4, spec.tensor.data, key.extents, key.strides, box, element_strides,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+    return encoder().encode(map, element.type, 4, spec.tensor.data, key.extents, key.strides, box, element_strides,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();

@@ -42,6 +42,8 @@ Sizes = tuple[int, int, int, int, int, int, int, int, int]
 
 FP16: int
 BF16: int
+E4M3: int
+INT8: int
 
 def version() -> str: ...
 def environment() -> Environment: ...
@@ -60,6 +62,23 @@ def backward(
     dtype: int,
     sm_margin: int,
     deterministic: bool,
+    stream: int,
+    /,
+) -> None: ...
+def forward8_configs() -> list[Plan]: ...
+def forward8_plan(sizes: Sizes, format: int, dtype: int, sm_margin: int, num_sms: int) -> Plan: ...
+def forward8(
+    addresses: Sequence[int],  # q, k, v, q_scale, k_scale, v_scale, lse_shift, v_mean; 0: the recipe has none
+    out: tuple[int, int, int, int],  # address; batch, row, head stride
+    lse: int,
+    workspace: int,
+    sizes: Sizes,
+    columns: tuple[int, int],  # of q and k as stored, of v as stored
+    blocks: tuple[int, int, int],  # rows of one scale of q, k, v; 0: one scale for a head
+    format: int,  # E4M3 or INT8
+    dtype: int,  # of out: FP16 or BF16
+    softmax_scale: float,
+    sm_margin: int,
     stream: int,
     /,
 ) -> None: ...

@@ -23,7 +23,12 @@ typedef enum {
   FLASHHOPPER_CUDA_ERROR = 3,        // a CUDA call failed; the message holds the call and its error
 } flashhopper_status;
 
-typedef enum { FLASHHOPPER_FP16 = 0, FLASHHOPPER_BF16 = 1 } flashhopper_dtype;
+typedef enum {
+  FLASHHOPPER_FP16 = 0,
+  FLASHHOPPER_BF16 = 1,
+  FLASHHOPPER_E4M3 = 2,
+  FLASHHOPPER_INT8 = 3
+} flashhopper_dtype;
 
 // One tensor of shape (batch, seqlen, heads, head_dim), last dimension contiguous. Strides count elements.
 typedef struct {
@@ -51,6 +56,33 @@ typedef struct {
   int32_t sm_margin;  // multiprocessors left free for other kernels
   void* stream;       // cudaStream_t
 } flashhopper_forward_params;
+
+// Attention of 8-bit tensors: an element is data * scale. q and k are e4m3 or int8, v is e4m3, out fp16 or bf16; the
+// product with v is summed in two levels. The mask is flashhopper_forward's.
+typedef struct {
+  flashhopper_tensor q;    // (batch, seqlen_q, heads,    columns)
+  flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, columns)
+  flashhopper_tensor v;    // (batch, columns_v, kv_heads, keys): transposed, row_stride between columns of v; each 16 keys
+                           // in the order 4c + e <- 2c + e % 2 + 8 * (e / 2), zeros from seqlen_k on
+  flashhopper_tensor out;  // (batch, seqlen_q, heads,    head_dim_v)
+  const float* q_scale;    // (batch, heads,    ceil(seqlen_q / q_block)), contiguous as the following
+  const float* k_scale;    // (batch, kv_heads, ceil(seqlen_k / k_block))
+  const float* v_scale;    // (batch, kv_heads, ceil(seqlen_k / v_block))
+  const float* lse_shift;  // (batch, heads, seqlen_q): softmax_scale times it is added to lse; may be null
+  const float* v_mean;     // (batch, kv_heads, columns_v): added to each row of out that sees a key; may be null
+  float* lse;              // as in flashhopper_forward_params
+  void* workspace;         // likewise
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int64_t columns, columns_v;         // of q and k, and of v, as stored: head_dim and head_dim_v or more, the rest zeros
+  int64_t keys;                       // of v as stored: seqlen_k or more, a multiple of 16
+  int64_t q_block, k_block, v_block;  // rows of one scale; 0: one scale for the whole head, else k's and v's are 128
+  int64_t window_left, window_right;
+  float softmax_scale;
+  int32_t format;     // flashhopper_dtype of q and k: e4m3 or int8
+  int32_t dtype;      // of out: fp16 or bf16
+  int32_t sm_margin;  // multiprocessors left free for other kernels
+  void* stream;       // cudaStream_t
+} flashhopper_forward8_params;
 
 // Gradients of flashhopper_forward by recomputation from (q, k, v, out, lse). dk and dv are summed over the query heads
 // of a group. dlse is the gradient of lse, or null for zero.
@@ -98,11 +130,15 @@ FLASHHOPPER_API int flashhopper_forward(const flashhopper_forward_params* params
 // num_sms: multiprocessors of the device (132 on H100 and H200). Pointers and strides of params are not read.
 FLASHHOPPER_API int flashhopper_forward_get_plan(const flashhopper_forward_params* params, int num_sms,
                                                  flashhopper_plan* plan);
+FLASHHOPPER_API int flashhopper_forward8(const flashhopper_forward8_params* params);
+FLASHHOPPER_API int flashhopper_forward8_get_plan(const flashhopper_forward8_params* params, int num_sms,
+                                                  flashhopper_plan* plan);
 FLASHHOPPER_API int flashhopper_backward(const flashhopper_backward_params* params);
 FLASHHOPPER_API int flashhopper_backward_get_plan(const flashhopper_backward_params* params, int num_sms,
                                                   flashhopper_plan* plan);
 // The config rows that this build has a kernel for, in one dtype at least; FLASHHOPPER_INVALID_ARGUMENT past the end.
 FLASHHOPPER_API int flashhopper_forward_get_config(int index, flashhopper_plan* row);
+FLASHHOPPER_API int flashhopper_forward8_get_config(int index, flashhopper_plan* row);
 FLASHHOPPER_API int flashhopper_backward_get_config(int index, flashhopper_plan* row);
 
 #if defined(__cplusplus)

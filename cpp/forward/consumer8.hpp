@@ -1,0 +1,245 @@
+// A consumer warpgroup of the 8-bit kernels. What differs from consumer16.hpp: scores carry the scales of their row and
+// key block, P is rounded to e4m3, and every key block's P V starts a fresh accumulator that is added to O in float,
+// because the tensor cores keep about 14 bits of an 8-bit accumulator and a long sum would lose its small addends.
+// Before it: consumer.hpp, which it builds on. Its partner: producer.hpp. After it: epilogue.hpp.
+#pragma once
+
+#include "core/gemm.hpp"
+#include "forward/consumer.hpp"
+
+namespace flashhopper {
+
+template <class Traits>
+struct Consumer8 : ForwardConsumer<Traits> {
+  using Base = ForwardConsumer<Traits>;
+  using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
+  using Base::Base, Base::kScores, Base::kOutputs;
+  static constexpr int kPart = Traits::kPartColumns / 2;  // floats of a part of P V in one thread
+  // P V of one block runs under the softmax of the next where registers hold its whole product beside O.
+  static constexpr bool kOverlaps = Traits::kParts == 1;
+  // What an integer score starts from, and the same bits as a float.
+  static constexpr uint32_t kZeroBits = 0x4B400000u;
+  static constexpr float kZero = Traits::kIntegerScores ? 12582912.f : 0.f;
+
+  FLASHHOPPER_DEVICE void run() {
+    using namespace cute;
+    typename Traits::MmaQK mma_qk;
+    typename Traits::MmaPV mma_pv;
+    Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup][0]), typename Traits::LayoutQ{});  // (64, D, q_stages)
+    Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::LayoutK{});             // (N, D, stages)
+    Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::LayoutVt{});           // (Dv, N, stages)
+    Tensor sVt_parts = local_tile(sVt, Shape<Int<Traits::kPartColumns>, Int<Traits::kTileN>, Int<Traits::kStages>>{},
+                                  make_coord(_, 0, 0));                // (part, N, stages, parts)
+    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);   // (MMA, 1, D/32, q_stages)
+    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);   // (MMA, 1, D/32, stages)
+    Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt_parts);  // (MMA, 1, N/32, stages, parts)
+
+    float scores[kScores];
+    float part[kPart];
+    float outputs[kOutputs];
+    uint32_t probabilities[kScores / 4];
+    Tensor tSrS = make_tensor(make_rmem_ptr(reinterpret_cast<typename Traits::Score*>(scores)),
+                              partition_shape_C(mma_qk, Shape<_64, Int<Traits::kTileN>>{}));
+    Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<Traits::kPartColumns>>{}));
+    Tensor tOrP = make_tensor(make_rmem_ptr(reinterpret_cast<element::e4m3*>(probabilities)),
+                              ProbabilityLayout8<Traits::kTileN>{});
+
+    TileReader<ForwardStorage<Traits>> reader{storage};
+    int slot = this->next_tile(reader);
+
+    auto issue_qk = [&] {
+      if constexpr (Traits::kIntegerScores) {
+        FLASHHOPPER_UNROLL
+        for (int e = 0; e < kScores; ++e) scores[e] = __uint_as_float(kZeroBits);
+      }
+      constexpr Accumulate kMode = Traits::kIntegerScores ? Accumulate::kAdd : Accumulate::kFresh;
+      issue_gemm<kMode>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
+    };
+    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a wgmma
+    // under a condition would make ptxas serialise them all.
+    auto start_tile = [&] {
+      if (slot >= 0) {
+        storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
+        storage.k_full[at_k.slot].wait(at_k.phase);
+      }
+      this->wait_turn();
+      issue_qk();
+      this->pass_turn();
+    };
+    auto issue_pv = [&](int slot, int p) {
+      issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV(_, _, _, slot, p), tOrO);
+    };
+    // O of part p = rescale * O + the product just finished.
+    auto add_part = [&](int p, float const (&rescale)[kRowsPerThread]) {
+      warpgroup_fence_operand(tOrO);
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kPart; ++e) {
+        float& output = outputs[p * kPart + e];
+        output = output * rescale[accumulator_row(e)] + part[e];
+        // Now, or the compiler would keep the product and put the addition off to where registers have run out.
+        asm volatile("" : "+f"(output));
+      }
+    };
+
+    if (warpgroup == Traits::kWarpgroups - 1) this->pass_turn();  // to warpgroup 0, which goes first
+    start_tile();
+    while (slot >= 0) {
+      Tile const& tile = storage.tile[slot];
+      BlockRange const blocks = visited_blocks<Traits>(args, tile);
+      ScaledSoftmax softmax;
+      float q_factor[kRowsPerThread], rescale[kRowsPerThread];
+      FLASHHOPPER_UNROLL
+      for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
+
+      int n = blocks.end - 1;
+      // From the scores of block n to its probabilities. between: what is done in the midst of the exponentials; the
+      // release of K, tied to the first of them, keeps ptxas from moving it to the top.
+      auto finish_scores = [&](auto&& between) {
+        warpgroup_fence_operand(tSrS);
+        mask_step(scores, slot, n);
+        float2 const scales = storage.scales[at_k.slot];
+        float const log2_scale = fast_log2(scales.y);
+        float const factor[kRowsPerThread] = {q_factor[0] * scales.x, q_factor[1] * scales.x};
+        float raised[kRowsPerThread];
+        raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
+        raised[1] = softmax.raise_max(scores, 1, kZero, factor[1], log2_scale);
+        softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale, raised[0]);
+        this->release_after(storage.k_empty, at_k, scores[0]);
+        softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale, raised[1]);
+        between();
+        rescale[0] = raised[0];
+        rescale[1] = raised[1];
+        pack_probabilities(scores, probabilities);
+      };
+      auto finish_pv = [&](auto in_flight) {
+        warpgroup_wait<decltype(in_flight)::value>();
+        add_part(0, rescale);
+        this->release(storage.v_empty, at_v);
+      };
+      // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
+      auto multiply_values = [&] {
+        auto at = at_k.before();
+        FLASHHOPPER_UNROLL
+        for (int p = 0; p < Traits::kParts; ++p) {
+          // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the additions
+          // of a part until the next is under way, and runs out of registers.
+          storage.v_full[at.slot].wait(at.phase);
+          issue_pv(at.slot, p);
+          warpgroup_wait<0>();
+          add_part(p, rescale);
+        }
+        this->release(storage.v_empty, at);
+      };
+
+      warpgroup_wait<0>();
+      finish_scores([] {});
+      for (--n; n >= blocks.begin; --n) {
+        if constexpr (kOverlaps) {
+          storage.k_full[at_k.slot].wait(at_k.phase);
+          this->wait_turn();
+          issue_qk();
+          storage.v_full[at_v.slot].wait(at_v.phase);
+          issue_pv(at_v.slot, 0);
+          this->pass_turn();
+          warpgroup_wait<1>();
+          finish_scores([&] { finish_pv(Int<0>{}); });
+        } else {
+          this->wait_turn();
+          multiply_values();
+          storage.k_full[at_k.slot].wait(at_k.phase);
+          issue_qk();
+          this->pass_turn();
+          warpgroup_wait<0>();
+          finish_scores([] {});
+        }
+      }
+      this->release(storage.q_empty[warpgroup], at_q);
+      int const done = slot;
+      if constexpr (kOverlaps) {
+        storage.v_full[at_v.slot].wait(at_v.phase);
+        issue_pv(at_v.slot, 0);
+        slot = this->next_tile(reader);
+        start_tile();
+        finish_pv(Int<1>{});
+      } else {
+        multiply_values();
+        slot = this->next_tile(reader);
+      }
+
+      float normalise[kRowsPerThread], lse[kRowsPerThread];
+      softmax.finish(normalise, lse);
+      finish_rows(tile, outputs, normalise, lse);
+      reader.hand_back(done, lane == 0);
+      if constexpr (!kOverlaps) start_tile();
+    }
+    warpgroup_wait<0>();
+    warpgroup_fence_operand(tSrS);
+    if (warpgroup == 0) this->wait_turn();  // the one arrival still pending, so that the barrier ends even
+  }
+
+ private:
+  // What turns a raw score of this row into base 2, apart from the key block's scale.
+  FLASHHOPPER_DEVICE float query_factor(Tile const& tile, int row) const {
+    row = min_of(row, args.mask.seqlen_q - 1);
+    int64_t const head = int64_t{tile.batch} * args.schedule.heads + tile.head;
+    return args.q_scale[head * args.q_scales + (args.q_block > 0 ? row / args.q_block : 0)] * args.softmax_scale_log2;
+  }
+
+  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are computed
+  // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
+  // the compiler from doing so.
+  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int slot, int n) const {
+    asm volatile("" : "+r"(slot));
+    Tile const& tile = storage.tile[slot];
+    BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
+    if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, this->first_row(tile), n);
+  }
+
+  // Registers in the order of ProbabilityLayout8: the keys of two accumulator groups of one row in each.
+  FLASHHOPPER_DEVICE static void pack_probabilities(float const (&values)[kScores], uint32_t (&packed)[kScores / 4]) {
+    FLASHHOPPER_UNROLL
+    for (int i = 0; i < kScores / 4; ++i) {
+      int const e = i / 2 * 8 + i % 2 * 2;
+      packed[i] = pack_e4m3(values[e], values[e + 1], values[e + 4], values[e + 5]);
+    }
+  }
+
+  // Normalises, adds the means that were taken from K and V, and stores.
+  FLASHHOPPER_DEVICE void finish_rows(Tile const& tile, float (&outputs)[kOutputs],
+                                      float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
+    int const first_row = this->first_row(tile);
+    if (args.lse_shift != nullptr) {
+      int64_t const head = int64_t{tile.batch} * args.schedule.heads + tile.head;
+      FLASHHOPPER_UNROLL
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        int const row = min_of(first_row + 8 * r, args.mask.seqlen_q - 1);
+        lse[r] += args.softmax_scale * args.lse_shift[head * args.mask.seqlen_q + row];
+      }
+    }
+    store_lse(args, tile, lse, first_row, lane);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kOutputs; ++e) outputs[e] *= normalise[accumulator_row(e)];
+    if (args.v_mean != nullptr) {
+      float const* const mean = args.v_mean + kv_head_of(args, tile) * args.v_mean_columns + this->thread_column;
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kOutputs; e += 4) {
+        float2 const two = *reinterpret_cast<float2 const*>(mean + accumulator_column(e));
+        FLASHHOPPER_UNROLL
+        for (int r = 0; r < kRowsPerThread; ++r) {
+          bool const sees = normalise[r] != 0.f;
+          outputs[e + 2 * r] += sees ? two.x : 0.f;
+          outputs[e + 2 * r + 1] += sees ? two.y : 0.f;
+        }
+      }
+    }
+    if (args.out_is_bf16) {
+      store_output<element::bf16>(args, tile, outputs, first_row, lane);
+    } else {
+      store_output<element::fp16>(args, tile, outputs, first_row, lane);
+    }
+  }
+};
+
+}  // namespace flashhopper

@@ -1,0 +1,76 @@
+// What the 16-bit and the 8-bit forward dispatch share: schedule, output, plans.
+#include "forward_common.hpp"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace flashhopper {
+namespace {
+
+TileSchedule make_schedule(Problem const& p, ForwardConfig const& config, Mask const& mask) {
+  int64_t const kv_head_bytes = p.seqlen_k * (config.head_dim + config.head_dim_v) * config.element_bytes;
+  bool const uneven = mask.window_left >= 0 || mask.window_right >= 0;
+  return make_tile_schedule(ceil_div(static_cast<int>(p.seqlen_q), config.tile_m), static_cast<int>(p.batch),
+                            static_cast<int>(p.heads), static_cast<int>(p.kv_heads), kv_head_bytes, uneven, uneven);
+}
+
+}  // namespace
+
+flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, int num_sms, ForwardArgs* args,
+                                 int* grid) {
+  int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
+  if (m_blocks * p.batch > kMaxTiles / p.heads) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", p.batch, " x heads ", p.heads, " x ", m_blocks,
+                     " query blocks exceed 2^31 work tiles: split the batch");
+  }
+  args->mask = p.mask();
+  args->schedule = make_schedule(p, config, args->mask);
+  args->softmax_scale_log2 = p.softmax_scale * kLog2e;
+  args->group = static_cast<int>(p.heads / p.kv_heads);
+  *grid = std::min(args->schedule.total(), num_sms - p.sm_margin);
+  return FLASHHOPPER_OK;
+}
+
+flashhopper_status set_output(flashhopper_tensor const& out, Problem const& p, OutputTensor* output) {
+  auto const is_aligned = [](int64_t stride, int64_t extent) { return extent <= 1 || stride % 8 == 0; };
+  if (reinterpret_cast<uintptr_t>(out.data) % 16 != 0 || !is_aligned(out.batch_stride, p.batch) ||
+      !is_aligned(out.row_stride, p.seqlen_q) || !is_aligned(out.head_stride, p.heads)) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "out cannot be written in 16-byte pieces: address ", out.data,
+                     ", strides in elements row ", out.row_stride, ", head ", out.head_stride, ", batch ",
+                     out.batch_stride, "; the address must be a multiple of 16 bytes and each stride of 8 elements");
+  }
+  *output = {out.data, out.batch_stride, out.row_stride, out.head_stride, static_cast<int>(p.head_dim_v)};
+  return FLASHHOPPER_OK;
+}
+
+void describe(ForwardConfig const& config, flashhopper_plan* plan) {
+  *plan = {};
+  std::snprintf(plan->config, sizeof(plan->config), "%.*s", static_cast<int>(config.name.size()), config.name.data());
+  plan->tile_m = config.tile_m;
+  plan->tile_n = config.tile_n;
+  plan->head_dim = config.head_dim;
+  plan->head_dim_v = config.head_dim_v;
+  plan->stages = config.stages;
+  plan->q_stages = config.q_stages;
+  plan->consumer_warpgroups = consumer_warpgroups(config);
+  plan->threads = threads(config);
+  plan->producer_registers = producer_registers(config);
+  plan->consumer_registers = consumer_registers(config);
+  plan->smem_bytes = smem_bytes(config);
+  plan->workspace_bytes = flashhopper_workspace_bytes();
+}
+
+void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs const& args, int grid,
+                      flashhopper_plan* plan) {
+  describe(config, plan);
+  plan->grid = grid;
+  plan->tiles = args.schedule.total();
+  double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
+  double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
+  double const qk = static_cast<double>(p.head_dim), v = static_cast<double>(p.head_dim_v);
+  plan->flops = 2 * batch * heads * p.kept_scores() * (qk + v);
+  double const read = heads * sq * qk + static_cast<double>(p.kv_heads) * sk * (qk + v);
+  plan->bytes = batch * (config.element_bytes * read + heads * sq * (2 * v + 4));
+}
+
+}  // namespace flashhopper

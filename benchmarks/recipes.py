@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from benchmarks.digest import ROOT
 from flashhopper import reference_attention
 from flashhopper.fp8 import Fp8Recipe, emulate
@@ -31,7 +33,7 @@ FA3 = Fp8Recipe("e4m3", False, False, False, 0, 0, 0, False)
 NAMED = {"paper": Fp8Recipe.paper(), "e4m3": Fp8Recipe.e4m3(), "accurate": Fp8Recipe.accurate()}
 HEAD_DIMS = (64, 128, 256)
 # seqlen_k -> queries (the last ones), heads, KV heads
-SIZES = {2048: (2048, 4, 4), 16384: (256, 16, 4), 131072: (128, 4, 1)}
+SIZES = {2048: (2048, 4, 4), 16384: (256, 16, 4), 131072: (128, 8, 2)}
 TARGETS = {  # family -> relative rmse over FA3's of accurate, e4m3 and paper; None: no target
     "normal": {"accurate": 0.80, "e4m3": 1.05, "paper": 1.05},
     "outlier": {"accurate": 0.50, "e4m3": 0.70, "paper": 0.70},
@@ -61,9 +63,20 @@ def cases(tensors: str, windows: dict[str, int] | None) -> Iterator[Case]:
                 yield Case(family, f"{seqlen}, d{head_dim}", inputs, {"causal": True})
 
 
+def _reference(case: Case) -> torch.Tensor:
+    """One KV head at a time: float64 scores of all would take gigabytes."""
+    q, k, v = case.inputs
+    group = q.shape[2] // k.shape[2]
+    parts = []
+    for h in range(k.shape[2]):
+        own = (q[:, :, h * group : (h + 1) * group], k[:, :, h : h + 1], v[:, :, h : h + 1])
+        parts.append(reference_attention(*own, **case.options)[0])  # type: ignore[arg-type]
+    return torch.cat(parts, dim=2)
+
+
 def errors(case: Case, recipes: dict[str, Fp8Recipe], **numerics: object) -> dict[str, float]:
     """Relative rmse of each recipe."""
-    ref, _ = reference_attention(*case.inputs, **case.options)  # type: ignore[arg-type]
+    ref = _reference(case)
     found = {}
     for name, recipe in recipes.items():
         out, _ = emulate.attention(quantize(*case.inputs, recipe), **case.options, **numerics)  # type: ignore[arg-type]

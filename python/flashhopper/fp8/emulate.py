@@ -87,7 +87,8 @@ def attention(
     levels = qkv.recipe.two_level if two_level is None else two_level
     is_14bit = accumulation == "14bit"
     settings = _Settings(mask, group, is_14bit and qkv.q.dtype != torch.int8, is_14bit, levels, row_sum == "rounded")
-    return _forward(qkv, scale, settings, qkv.dtype if out_dtype is None else out_dtype)
+    with torch.autocast(qkv.q.device.type, enabled=False):  # it would round scores to 16 bits
+        return _forward(qkv, scale, settings, qkv.dtype if out_dtype is None else out_dtype)
 
 
 def _forward(

@@ -46,12 +46,12 @@ def permute_keys(x: torch.Tensor) -> torch.Tensor:
     Position 4 c + e of a group of 16 takes key 2 c + e for e < 2 and 8 + 2 c + e - 2 for the others, c = 0..3, so that
     a thread's probabilities are the operand of the second product as they lie.
     """
-    return x.reshape(*x.shape[:-1], -1, 2, 4, 2).transpose(-3, -2).reshape(x.shape)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 16, 2, 4, 2).transpose(-3, -2).reshape(x.shape)
 
 
 def restore_keys(x: torch.Tensor) -> torch.Tensor:
     """The inverse of permute_keys."""
-    return x.reshape(*x.shape[:-1], -1, 4, 2, 2).transpose(-3, -2).reshape(x.shape)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 16, 4, 2, 2).transpose(-3, -2).reshape(x.shape)
 
 
 def round_e4m3_(x: torch.Tensor) -> torch.Tensor:

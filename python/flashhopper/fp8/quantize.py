@@ -117,6 +117,18 @@ def _wide(x: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.nn.functional.pad(x.float(), (0, columns - x.shape[-1]))
 
 
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous, also in the strides of dimensions of extent 1, which contiguous() leaves as they are."""
+    return x if x.stride() == _strides(x.shape) else x.clone(memory_format=torch.contiguous_format)
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides))
+
+
 def _mean(x: torch.Tensor) -> torch.Tensor:
     """Mean over the sequence, (batch, heads, columns); zeros where there is no row."""
     return x.sum(dim=1) / max(x.shape[1], 1)
@@ -129,7 +141,7 @@ def _products(q: torch.Tensor, k_mean: torch.Tensor) -> torch.Tensor:
     grouped = q.reshape(batch, seqlen_q, kv_heads, heads // max(kv_heads, 1), columns)
     # Not a matrix product: those may round to TF32 where the process allows it.
     shift = (grouped * k_mean[:, None, :, None]).sum(-1)
-    return shift.reshape(batch, seqlen_q, heads).transpose(1, 2).contiguous()
+    return _packed(shift.reshape(batch, seqlen_q, heads).transpose(1, 2))
 
 
 def _quantize_rows(x: torch.Tensor, block: int, qk_format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +154,6 @@ def _quantize_rows(x: torch.Tensor, block: int, qk_format: str) -> tuple[torch.T
         amax = torch.nn.functional.pad(amax, (0, 0, 0, blocks * size - rows))
         amax = amax.view(batch, blocks, size, heads).amax(2)
     most = formats.INT8_MAX if qk_format == "int8" else formats.E4M3_MAX
-    scale = (amax.clamp_(min=formats.LEAST_AMAX) / most).transpose(1, 2).contiguous()
+    scale = _packed((amax.clamp_(min=formats.LEAST_AMAX) / most).transpose(1, 2))
     per_row = spread(scale, block, rows).transpose(1, 2)[..., None]
-    return formats.to_8bit(x / per_row, qk_format).contiguous(), scale
+    return _packed(formats.to_8bit(x / per_row, qk_format)), scale

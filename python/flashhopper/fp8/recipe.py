@@ -6,7 +6,7 @@ Every building block is a field that can be switched off; docs/numerics.md has t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 QK_FORMATS = ("int8", "e4m3")
 # Layers with hot channels lose more or less as the signs fall: of seeds 0 to 7 this one has the least error in the
@@ -35,6 +35,7 @@ class Fp8Recipe:
         two_level: the product of P and V of each 128 keys is summed in a fresh accumulator and then added in float32,
             because Hopper's 8-bit accumulator keeps about 14 bits. False exists to measure that; kernels refuse it.
         seed: of the rotation's signs.
+        code: all of it as one string, which operators take and parse() reads.
 
     A mean and a scale that cover later tokens carry something of them into causal outputs. Inference does not mind;
     for training take q_block=1, k_block=1, smooth_k=False, center_v=False, which leaves the block scales of values.
@@ -52,6 +53,7 @@ class Fp8Recipe:
     v_block: int = TILE_KEYS
     two_level: bool = True
     seed: int = DEFAULT_SEED
+    code: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.qk_format not in QK_FORMATS:
@@ -79,6 +81,11 @@ class Fp8Recipe:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}: must be between 0 and 2**63 - 1; the default is {DEFAULT_SEED}")
+        # Made here, not on demand: a compiled graph with dynamic shapes takes integers of its inputs for symbols.
+        flags = f"{self.rotate:d},{self.smooth_k:d},{self.center_v:d}"
+        blocks = f"{self.q_block},{self.k_block},{self.v_block}"
+        code = f"{self.qk_format},{flags},{blocks},{self.two_level:d},{self.seed}"
+        object.__setattr__(self, "code", code)
 
     @classmethod
     def accurate(cls) -> Fp8Recipe:
@@ -98,19 +105,11 @@ class Fp8Recipe:
         """FlashAttention-3's paper: e4m3, block scales, incoherent processing; values centred besides."""
         return cls(qk_format="e4m3", smooth_k=False, q_block=TILE_KEYS)
 
-    @property
-    def code(self) -> str:
-        """The recipe as one string, which operators take; parse() reads it."""
-        return (
-            f"{self.qk_format},{self.rotate:d},{self.smooth_k:d},{self.center_v:d},"
-            f"{self.q_block},{self.k_block},{self.v_block},{self.two_level:d},{self.seed}"
-        )
-
     @classmethod
     def parse(cls, code: str) -> Fp8Recipe:
         """The recipe that `code` names."""
         qk_format, *numbers = code.split(",")
-        if len(numbers) != len(fields(cls)) - 1 or not all(number.isdecimal() for number in numbers):
+        if len(numbers) != 8 or not all(number.isdecimal() for number in numbers):
             raise ValueError(f"recipe is {code!r}: must be Fp8Recipe.code, such as {cls().code!r}")
         rotate, smooth_k, center_v, q_block, k_block, v_block, two_level, seed = map(int, numbers)
         flags = bool(rotate), bool(smooth_k), bool(center_v)

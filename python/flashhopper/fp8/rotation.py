@@ -38,7 +38,7 @@ def _hadamard(x: torch.Tensor) -> torch.Tensor:
     """x H / sqrt(b) on aligned blocks of b columns; partners of stride 1 are added first, then 2, 4, ..."""
     shape, block, stride = x.shape, BLOCK_COLUMNS[x.shape[-1]], 1
     while stride < block:
-        pairs = x.reshape(*shape[:-1], -1, 2, stride)
+        pairs = x.reshape(*shape[:-1], shape[-1] // (2 * stride), 2, stride)
         low, high = pairs.unbind(-2)
         x = torch.stack((low + high, low - high), dim=-2).reshape(shape)
         stride *= 2

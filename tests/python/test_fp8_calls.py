@@ -7,13 +7,11 @@ import re
 
 import pytest
 import torch
-from fake_module import FakeModule
 from helpers import assert_close
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashhopper as fh
-from flashhopper.engine import hopper, hopper_fp8
 from flashhopper.fp8 import emulate, operators
 
 pytestmark = [
@@ -362,48 +360,3 @@ def test_explain() -> None:
     with fh.set_backend("tiled"):
         assert fh.explain(*inputs(), fp8=fh.Fp8Recipe()).quantizer == "torch ops: asked for by name"
     assert "recipe" not in str(fh.explain(*inputs()))
-
-
-def test_the_hopper_backend_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    (q, k, v), rest = packed()
-    with fh.set_backend("hopper"):
-        for call in (
-            lambda: fh.flash_attn_func(*inputs(), fp8=fh.Fp8Recipe()),
-            lambda: fh.flash_attn_fp8_func(*raw(), scales=1.0),
-        ):
-            with pytest.raises(RuntimeError, match='"hopper" cannot serve this 8-bit call: q is on cpu'):
-                call()
-        with pytest.raises(RuntimeError, match="packed sequences are not in the Hopper kernels yet"):
-            fh.flash_attn_varlen_func(q, k, v, *rest, fp8=fh.Fp8Recipe())
-        assert "the call would raise RuntimeError, q is on cpu" in fh.explain(*inputs(), fp8=fh.Fp8Recipe()).why
-        assert fh.quantize_fp8(*inputs()).q.dtype == torch.int8  # by torch operations
-
-    gpu, bf16, recipe = torch.device("cuda", 0), torch.bfloat16, fh.Fp8Recipe()
-    whole = (-1, 0, 0.1)
-    monkeypatch.setattr(hopper, "_capabilities", {gpu: (9, 0), torch.device("cuda", 1): (8, 9)})
-    monkeypatch.setattr(hopper, "module", None)
-    assert hopper_fp8.forward_refusal(gpu, recipe, *whole)[1]
-    with pytest.raises(RuntimeError, match=r"did not load: .*; run `python -m flashhopper doctor`"):
-        operators.resolve(gpu, recipe, (0.1, -1, 0), "auto")
-    monkeypatch.setattr(hopper, "module", FakeModule())
-    assert hopper_fp8.forward_refusal(gpu, recipe, *whole) == ("the compiled library has no 8-bit kernel", False)
-    assert hopper_fp8.quantize_refusal(gpu, bf16, recipe) == "the compiled library has no 8-bit kernel"
-    assert "8.9" in str(hopper_fp8.forward_refusal(torch.device("cuda", 1), recipe, *whole))
-    monkeypatch.setattr(FakeModule, "quantize", None, raising=False)
-    monkeypatch.setattr(FakeModule, "forward8", None, raising=False)
-    assert operators.resolve(gpu, recipe, (0.1, -1, 0), "auto")
-    assert hopper_fp8.quantize_refusal(gpu, bf16, recipe) is None
-    for change, call, message in (
-        ({"two_level": False}, whole, "two_level is False"),
-        ({"k_block": 1}, whole, "k_block is 1, the kernel takes 0 and multiples of 128"),
-        ({}, (3, 0, 0.1), "sliding windows (window_size (3, 0))"),
-        ({}, (-1, 0, 0.0), "softmax_scale is 0.0"),
-    ):
-        assert message in str(hopper_fp8.forward_refusal(gpu, fh.Fp8Recipe(**change), *call)[0])
-    for change, dtype, message in (
-        ({"q_block": 64}, bf16, "q_block is 64, the quantiser kernel takes 1 and 128"),
-        ({"k_block": 0}, bf16, "k_block is 0, the quantiser kernel takes 128"),
-        ({"v_block": 256}, bf16, "v_block is 256, the quantiser kernel takes 128"),
-        ({}, torch.float32, "q has dtype torch.float32"),
-    ):
-        assert message in str(hopper_fp8.quantize_refusal(gpu, dtype, fh.Fp8Recipe(**change)))

@@ -113,7 +113,7 @@ def explain(
     if fp8 is None:
         reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, *options)
     else:
-        reason, is_broken = hopper_fp8.forward_refusal(q.device, fp8, left, right, scale)
+        reason, is_broken = hopper_fp8.forward_refusal(q.device, (head_dim, head_dim_v), fp8, left, right, scale)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
     problem = (
         f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, "
@@ -226,7 +226,7 @@ def _fp8_plan(
     group, folded_heads = max(heads // max(kv_heads, 1), 1), batch * kv_heads
     blocks = tiles.choose_blocks(folded_heads, group, seqlen_q, TILE_KEYS, q.device)
     reason = "asked for by name" if common["requested"] == "tiled" else None
-    reason = reason or hopper_fp8.quantize_refusal(q.device, q.dtype, recipe)
+    reason = reason or hopper_fp8.quantize_refusal(q.device, q.dtype, (head_dim, head_dim_v), recipe)
     return Plan(
         backend="hopper" if runs_hopper else "tiled",
         config="8-bit kernel" if runs_hopper else "8-bit attention emulated in torch ops, last keys first",

@@ -14,6 +14,8 @@ from flashhopper.fp8 import quantize as torch_quantizer
 E4M3 = torch.float8_e4m3fn
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
+DIMS = (40, 64)
+
 
 def inputs(dim_v: int = 64) -> list[torch.Tensor]:
     return [torch.randn(shape).bfloat16() for shape in ((2, 9, 4, 40), (2, 140, 2, 40), (2, 140, 2, dim_v))]
@@ -44,31 +46,34 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = (-1, 0, 0.1)
     monkeypatch.setattr(hopper, "_capabilities", {gpu: (9, 0), torch.device("cuda", 1): (8, 9)})
     monkeypatch.setattr(hopper, "module", None)
-    assert hopper_fp8.forward_refusal(gpu, recipe, *whole)[1]
+    assert hopper_fp8.forward_refusal(gpu, DIMS, recipe, *whole)[1]
     with pytest.raises(RuntimeError, match=r"did not load: .*; run `python -m flashhopper doctor`"):
-        operators.resolve(gpu, recipe, (0.1, -1, 0), "auto")
+        operators.resolve(gpu, DIMS, recipe, (0.1, -1, 0), "auto")
     monkeypatch.setattr(hopper, "module", FakeModule())
-    assert hopper_fp8.forward_refusal(gpu, recipe, *whole) == ("the compiled library has no 8-bit kernel", False)
-    assert hopper_fp8.quantize_refusal(gpu, bf16, recipe) == "the compiled library has no 8-bit kernel"
-    assert "8.9" in str(hopper_fp8.forward_refusal(torch.device("cuda", 1), recipe, *whole))
+    assert hopper_fp8.forward_refusal(gpu, DIMS, recipe, *whole) == ("the compiled library has no 8-bit kernel", False)
+    assert hopper_fp8.quantize_refusal(gpu, bf16, DIMS, recipe) == "the compiled library has no 8-bit kernel"
+    assert "8.9" in str(hopper_fp8.forward_refusal(torch.device("cuda", 1), DIMS, recipe, *whole))
     monkeypatch.setattr(FakeModule, "quantize", None, raising=False)
     monkeypatch.setattr(FakeModule, "forward8", None, raising=False)
-    assert operators.resolve(gpu, recipe, (0.1, -1, 0), "auto")
-    assert hopper_fp8.quantize_refusal(gpu, bf16, recipe) is None
+    assert operators.resolve(gpu, DIMS, recipe, (0.1, -1, 0), "auto")
+    assert hopper_fp8.quantize_refusal(gpu, bf16, DIMS, recipe) is None
     for change, call, message in (
         ({"two_level": False}, whole, "two_level is False"),
         ({"k_block": 1}, whole, "k_block is 1, the kernel takes 0 and multiples of 128"),
         ({}, (3, 0, 0.1), "sliding windows (window_size (3, 0))"),
         ({}, (-1, 0, 0.0), "softmax_scale is 0.0"),
     ):
-        assert message in str(hopper_fp8.forward_refusal(gpu, fh.Fp8Recipe(**change), *call)[0])
+        assert message in str(hopper_fp8.forward_refusal(gpu, DIMS, fh.Fp8Recipe(**change), *call)[0])
     for change, dtype, message in (
         ({"q_block": 64}, bf16, "q_block is 64, the quantiser kernel takes 1 and 128"),
         ({"k_block": 0}, bf16, "k_block is 0, the quantiser kernel takes 128"),
         ({"v_block": 256}, bf16, "v_block is 256, the quantiser kernel takes 128"),
         ({}, torch.float32, "q has dtype torch.float32"),
     ):
-        assert message in str(hopper_fp8.quantize_refusal(gpu, dtype, fh.Fp8Recipe(**change)))
+        assert message in str(hopper_fp8.quantize_refusal(gpu, dtype, DIMS, fh.Fp8Recipe(**change)))
+    odd = (40, 60)
+    assert hopper_fp8.quantize_refusal(gpu, bf16, odd, recipe) == "head_dim_v is 60, the kernels take multiples of 8"
+    assert "head_dim_v is 60" in str(hopper_fp8.forward_refusal(gpu, odd, recipe, *whole)[0])
 
 
 class Fp8Module(FakeModule):

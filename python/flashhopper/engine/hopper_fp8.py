@@ -39,8 +39,15 @@ def _device_refusal(device: torch.device, function: str) -> tuple[str | None, bo
     return (None, False) if hasattr(hopper.module, function) else (NO_KERNEL, False)
 
 
-def quantize_refusal(device: torch.device, dtype: torch.dtype, recipe: Fp8Recipe) -> str | None:
-    """Why the quantiser kernel does not serve a recipe on a device; None: it does."""
+def _size_refusal(dims: tuple[int, int]) -> str | None:
+    for name, size in zip(("head_dim", "head_dim_v"), dims, strict=True):
+        if size % 8 != 0:
+            return f"{name} is {size}, the kernels take multiples of 8"
+    return None
+
+
+def quantize_refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], recipe: Fp8Recipe) -> str | None:
+    """Why the quantiser kernel does not serve a recipe on a device; None: it does. dims are head_dim and head_dim_v."""
     if recipe.q_block not in (1, TILE_KEYS):
         return f"q_block is {recipe.q_block}, the quantiser kernel takes 1 and {TILE_KEYS}"
     for name in ("k_block", "v_block"):
@@ -48,11 +55,16 @@ def quantize_refusal(device: torch.device, dtype: torch.dtype, recipe: Fp8Recipe
             return f"{name} is {getattr(recipe, name)}, the quantiser kernel takes {TILE_KEYS}"
     if dtype not in (torch.float16, torch.bfloat16):
         return f"q has dtype {dtype}, the quantiser kernel takes float16 and bfloat16"
-    return _device_refusal(device, "quantize")[0]
+    return _size_refusal(dims) or _device_refusal(device, "quantize")[0]
 
 
 def forward_refusal(
-    device: torch.device, recipe: Fp8Recipe, window_left: int, window_right: int, softmax_scale: float
+    device: torch.device,
+    dims: tuple[int, int],
+    recipe: Fp8Recipe,
+    window_left: int,
+    window_right: int,
+    softmax_scale: float,
 ) -> tuple[str | None, bool]:
     """Why the 8-bit attention kernel does not serve a call (None: it does), and whether a broken installation is the
     only reason.
@@ -66,6 +78,7 @@ def forward_refusal(
         feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
     elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
         feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"
+    feature = feature or _size_refusal(dims)
     reason, is_broken = _device_refusal(device, "forward8")
     if feature is not None and (reason is None or is_broken):
         return feature, False
@@ -118,14 +131,13 @@ def forward(
     lse = torch.empty((batch, heads, seqlen_q), dtype=torch.float32, device=qkv.q.device)
     if lse.numel() == 0:
         return out, lse
-    # TMA stores rows of the output that start at multiples of 16 bytes.
-    kernel_out, out_strides = hopper.readable(out)
+    out_row = heads * qkv.head_dim_v
     sizes = (batch, seqlen_q, heads, qkv.head_dim, qkv.seqlen_k, qkv.k.shape[2], qkv.head_dim_v)
     stream = torch._C._cuda_getCurrentRawStream(index)
     _, workspace, _, _ = hopper.borrow_workspace(index, stream)
     hopper.module.forward8(
         _addresses(qkv.q, qkv.k, qkv.v, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.lse_shift, qkv.v_mean),
-        (kernel_out.data_ptr(), *out_strides),
+        (out.data_ptr(), seqlen_q * out_row, out_row, qkv.head_dim_v),
         lse.data_ptr(),
         workspace,
         hopper.problem(sizes, window_left, window_right),
@@ -137,7 +149,7 @@ def forward(
         sm_margin,
         stream,
     )
-    return out if kernel_out is out else out.copy_(kernel_out), lse
+    return out, lse
 
 
 def empty(q: torch.Tensor, sizes: DenseShape, recipe: Fp8Recipe) -> Fp8QKV:

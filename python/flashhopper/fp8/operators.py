@@ -62,13 +62,16 @@ def unflatten(tensors: tuple[_Tensor, ...], recipe: Fp8Recipe, dims: tuple[int, 
 
 def run_quantize(q: _Tensor, k: _Tensor, v: _Tensor, recipe: Fp8Recipe, backend: str) -> Fp8QKV:
     """Quantise checked tensors where the recipe is served: both ways write the same format."""
-    if backend != "tiled" and hopper_fp8.quantize_refusal(q.device, q.dtype, recipe) is None:
+    if backend != "tiled" and hopper_fp8.quantize_refusal(q.device, q.dtype, (q.shape[3], v.shape[3]), recipe) is None:
         return hopper_fp8.quantize(q, k, v, checks.dense(q, k, v), recipe)
     return quantize_in_torch(q, k, v, recipe)
 
 
-def resolve(device: torch.device, recipe: Fp8Recipe, numbers: tuple[float, int, int], backend: str) -> bool:
-    """Whether the 8-bit kernel serves a call (else it is emulated); numbers are softmax_scale and the window.
+def resolve(
+    device: torch.device, dims: tuple[int, int], recipe: Fp8Recipe, numbers: tuple[float, int, int], backend: str
+) -> bool:
+    """Whether the 8-bit kernel serves a call (else it is emulated); dims are head_dim and head_dim_v,
+    numbers softmax_scale and the window.
 
     Raises:
         RuntimeError: "hopper" was asked for and does not serve the call; or "auto" would take it, were its library
@@ -77,7 +80,7 @@ def resolve(device: torch.device, recipe: Fp8Recipe, numbers: tuple[float, int, 
     if backend == "tiled":
         return False
     softmax_scale, left, right = numbers
-    reason, is_broken = hopper_fp8.forward_refusal(device, recipe, left, right, softmax_scale)
+    reason, is_broken = hopper_fp8.forward_refusal(device, dims, recipe, left, right, softmax_scale)
     if reason is None:
         return True
     if backend == "hopper":
@@ -91,7 +94,8 @@ def run_attention(
     qkv: Fp8QKV, softmax_scale: float, window_left: int, window_right: int, sm_margin: int, backend: str
 ) -> tuple[_Tensor, _Tensor]:
     """8-bit attention on the engine that serves it."""
-    if resolve(qkv.q.device, qkv.recipe, (softmax_scale, window_left, window_right), backend):
+    dims, numbers = (qkv.head_dim, qkv.head_dim_v), (softmax_scale, window_left, window_right)
+    if resolve(qkv.q.device, dims, qkv.recipe, numbers, backend):
         return hopper_fp8.forward(qkv, softmax_scale, window_left, window_right, sm_margin)
     return emulate.attention(qkv, softmax_scale, window_size=(window_left, window_right))
 
@@ -110,18 +114,22 @@ def _forward8(*arguments: Any) -> tuple[_Tensor, _Tensor]:
 
 
 def _forward8_fake(*arguments: Any) -> tuple[_Tensor, _Tensor]:
-    q8, (code, _, head_dim_v, dtype, scale, left, right, _, backend) = arguments[0], arguments[9:]
-    _resolve_fake(q8.device, code, (scale, left, right), backend)
+    q8, (code, head_dim, head_dim_v, dtype, scale, left, right, _, backend) = arguments[0], arguments[9:]
+    _resolve_fake(q8.device, (head_dim, head_dim_v), code, (scale, left, right), backend)
     batch, seqlen_q, heads, _ = q8.shape
     out = q8.new_empty((batch, seqlen_q, heads, head_dim_v), dtype=dtype)
     return out, q8.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
-def _resolve_fake(device: torch.device, code: str, numbers: tuple[float, int, int], backend: str) -> None:
+def _resolve_fake(
+    device: torch.device, dims: tuple[int, int], code: str, numbers: tuple[float, int, int], backend: str
+) -> None:
     """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
     if backend == "hopper" or (backend == "auto" and device.type == "cuda"):
         scale, left, right = numbers
-        resolve(device, Fp8Recipe.parse(code), (float(scale), int(left), int(right)), backend)
+        head_dim, head_dim_v = dims
+        sizes = (int(head_dim), int(head_dim_v))
+        resolve(device, sizes, Fp8Recipe.parse(code), (float(scale), int(left), int(right)), backend)
 
 
 def fp8_forward(
@@ -138,7 +146,8 @@ def fp8_forward(
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::fp8_forward on real tensors: quantise and attend."""
     parsed = Fp8Recipe.parse(recipe)
-    resolve(q.device, parsed, (softmax_scale, window_left, window_right), backend)  # before the work of quantising
+    dims, window = (q.shape[3], v.shape[3]), (window_left, window_right)
+    resolve(q.device, dims, parsed, (softmax_scale, *window), backend)  # before the work of quantising
     qkv = run_quantize(q, k, v, parsed, backend)
     return run_attention(qkv, softmax_scale, window_left, window_right, sm_margin, backend)
 
@@ -146,8 +155,8 @@ def fp8_forward(
 def _fp8_forward_fake(
     q: _Tensor, k: _Tensor, v: _Tensor, recipe: str, scale: float, left: int, right: int, *rest: Any
 ) -> tuple[_Tensor, _Tensor]:
-    batch, seqlen_q, heads, _, _, _, head_dim_v = checks.dense(q, k, v)
-    _resolve_fake(q.device, recipe, (scale, left, right), rest[-1])
+    batch, seqlen_q, heads, head_dim, _, _, head_dim_v = checks.dense(q, k, v)
+    _resolve_fake(q.device, (head_dim, head_dim_v), recipe, (scale, left, right), rest[-1])
     return q.new_empty((batch, seqlen_q, heads, head_dim_v)), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 

@@ -76,14 +76,24 @@ def test_gradients_are_never_nan() -> None:
     for recipe in RECIPES.values():
         for scale in (1.0, 100.0):
             out = fh.flash_attn_func(q, k, v, scale, fp8=recipe)
-            for x in (out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))):
-                assert torch.isfinite(x).all()
+            assert torch.isfinite(out).all()
+            for x in torch.autograd.grad(out.float().square().sum(), (q, k, v)):
+                assert not torch.isnan(x).any()
         for keys in (0, 4):  # of nine queries five see nothing
             few = [x.detach()[:, :keys].requires_grad_() for x in (k, v)]
             out = fh.flash_attn_func(q, *few, causal=True, fp8=recipe)
             assert (out[:, : 9 - keys] == 0).all()
             for x in torch.autograd.grad(out.sum(), (q, *few)):
                 assert torch.isfinite(x).all()
+
+
+def test_a_gradient_that_was_not_finite_stays_visible() -> None:
+    """Gradient scalers look for it."""
+    q, k, v = inputs(requires_grad=True)
+    out = fh.flash_attn_func(q, k, v, fp8=fh.Fp8Recipe())
+    dout = torch.zeros_like(out)
+    dout[0, 0, 0, 0] = math.nan
+    assert any(torch.isnan(x).any() for x in torch.autograd.grad(out, (q, k, v), dout))
 
 
 def test_packed_sequences_are_quantised_each_on_its_own() -> None:

@@ -235,7 +235,7 @@ def _gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tuple[_Te
     dout = torch.zeros_like(out) if dout is None else dout
     run = dense_ops.gradient_runner(dense_library.backward_op, dense_library.dense_backward, dense_ops.once)
     dq, dk, dv, _ = run(dout, dlse, q, k, v, out, lse, None, scale, left, right, 0.0, *launch)
-    return *_finite(dq, dk, dv), *(None,) * 7
+    return *_without_nan(dout, dlse, dq, dk, dv), *(None,) * 7
 
 
 def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
@@ -253,14 +253,20 @@ def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tu
         dense_library.varlen_backward_op, dense_library.varlen_backward, dense_ops.once_varlen
     )
     dq, dk, dv, _ = run(dout, dlse, *tensors, *ctx.lengths, None, scale, left, right, 0.0, *launch)
-    return *_finite(dq, dk, dv), *(None,) * 13
+    return *_without_nan(dout, dlse, dq, dk, dv), *(None,) * 13
 
 
-def _finite(*gradients: _Tensor) -> tuple[_Tensor, ...]:
-    """The backward takes exp(16-bit score - 8-bit lse), which overflows where quantising moved a score by more than its
-    format's range (e^11 in float16): such gradients are cut to finite ones.
+def _without_nan(dout: _Tensor, dlse: _Tensor | None, *gradients: _Tensor) -> tuple[_Tensor, ...]:
+    """NaN that the incoming gradients do not explain becomes 0.
+
+    The backward takes exp(16-bit score - 8-bit lse), which overflows where quantising moved a score by more than a
+    format's range (e^11 in float16), and the difference of two infinities is none. An infinity stays, and so does what
+    comes from a gradient that was not finite: gradient scalers look for them.
     """
-    return tuple(torch.nan_to_num(x, nan=0.0) for x in gradients)
+    explained = ~dout.isfinite().all()
+    if dlse is not None:
+        explained = explained | ~dlse.isfinite().all()
+    return tuple(torch.where(x.isnan() & ~explained, 0.0, x) for x in gradients)
 
 
 def _refuse_gradient(ctx: Any, *_: Any) -> NoReturn:

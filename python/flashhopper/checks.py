@@ -146,7 +146,7 @@ def _fail_dtype(dtype: torch.dtype) -> NoReturn:
     if "float8" in str(dtype):
         raise ValueError(
             f"q has dtype {dtype}: 8-bit inputs need their scales, which this function does not take; "
-            "pass float16 or bfloat16"
+            "pass float16 or bfloat16, or go to flash_attn_fp8_func"
         )
     raise ValueError(
         f"q has dtype {dtype}: must be float16, bfloat16, float32 or float64; cast with .to(torch.bfloat16)"
@@ -285,10 +285,8 @@ def _finite(value: object, name: str, way_out: str) -> None:
         raise ValueError(f"{name} is {value}: must be finite; {way_out}")
 
 
-def not_built(fp8: object, num_splits: int, pack_gqa: bool | None) -> None:
+def not_built(num_splits: int, pack_gqa: bool | None) -> None:
     """Refuse by name what these functions will take in a later version."""
-    if fp8 is not None:
-        raise NotImplementedError("fp8 is not available in this version: pass fp8=None and float16 or bfloat16 tensors")
     if num_splits != 1:
         raise NotImplementedError(f"num_splits={num_splits} is not available in this version: pass num_splits=1")
     if pack_gqa:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import ops as _ops  # noqa: F401 - defines the operators
 from .engine.mask import Mask
+from .fp8 import operators as _operators  # noqa: F401 - and the 8-bit ones
 
 
 def forward_flops(kept: int, heads: int, head_dim: int, head_dim_v: int) -> int:
@@ -74,3 +75,30 @@ def _varlen_backward(
 ) -> int:
     packing, (left, right) = rest[2:8], rest[10:12]  # out and lse come first, then as in varlen_forward
     return backward_flops(_kept_packed(packing, left, right), q.shape[1], q.shape[2], v.shape[2])
+
+
+@register_flop_formula(torch.ops.flashhopper.fp8_forward, get_raw=True)
+def _fp8_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    recipe: str,
+    scale: float,
+    left: int,
+    right: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return forward_flops(_kept_dense(q, k, left, right), q.shape[2], q.shape[3], v.shape[3])
+
+
+@register_flop_formula(torch.ops.flashhopper.forward8, get_raw=True)
+def _forward8(q8: torch.Tensor, k8: torch.Tensor, *rest: Any, **_: Any) -> int:
+    _, head_dim, head_dim_v, _, _, left, right = rest[7:14]  # after v8 and six of scales and means
+    return forward_flops(_kept_dense(q8, k8, left, right), q8.shape[2], head_dim, head_dim_v)
+
+
+@register_flop_formula(torch.ops.flashhopper.fp8_varlen_forward, get_raw=True)
+def _fp8_varlen_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, *rest: Any, **_: Any) -> int:
+    left, right = rest[7:9]  # after six of packing, softmax_scale
+    return forward_flops(_kept_packed(rest[:6], left, right), q.shape[1], q.shape[2], v.shape[2])

@@ -9,6 +9,8 @@ import torch
 
 from . import backends, checks, ops
 from .engine import hopper
+from .fp8 import Fp8Recipe
+from .fp8 import attention as fp8_attention
 
 _UNBOUNDED = (-1, -1)
 _Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -28,7 +30,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    fp8: object = None,
+    fp8: Fp8Recipe | None = None,
     return_lse: bool = False,
 ) -> _Result:
     """softmax(softmax_scale q k^T + mask) v, exact, differentiable in q, k, v and sink.
@@ -53,7 +55,10 @@ def flash_attn_func(
         num_splits: must be 1 in this version.
         pack_gqa: must be None or False in this version.
         sm_margin: multiprocessors that the kernels leave free.
-        fp8: must be None in this version.
+        fp8: a recipe for attention in 8 bits, such as flashhopper.Fp8Recipe(); None is the inputs' own precision. q, k
+            and v are then float16 or bfloat16, quantised in the call, and out is of their dtype; softcap and sink are
+            refused. The gradient is straight-through: that of 16-bit attention on q, k, v, taken with the 8-bit out and
+            lse (docs/numerics.md).
         return_lse: also return lse, which is differentiable too.
 
     Returns:
@@ -67,7 +72,13 @@ def flash_attn_func(
         RuntimeError: the "hopper" backend was asked for and cannot serve the call, or a CUDA call failed.
     """
     if num_splits != 1 or pack_gqa or fp8 is not None:
-        checks.not_built(fp8, num_splits, pack_gqa)
+        checks.not_built(num_splits, pack_gqa)
+        recipe = fp8_attention.check_recipe(fp8)
+        fp8_attention.check_options(softcap, sink)
+        out, exact_lse = fp8_attention.dense(
+            q, k, v, recipe, softmax_scale, causal, window_size, sm_margin, deterministic
+        )
+        return (out, exact_lse) if return_lse else out
     backend = backends.backend()
     key = None
     is_plain = ops.is_plain(q, k, v, sink)
@@ -125,7 +136,7 @@ def flash_attn_qkvpacked_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    fp8: object = None,
+    fp8: Fp8Recipe | None = None,
     return_lse: bool = False,
 ) -> _Result:
     """flash_attn_func on the fused result of a QKV projection; q, k and v are read where they lie.
@@ -175,7 +186,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    fp8: object = None,
+    fp8: Fp8Recipe | None = None,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -191,15 +202,22 @@ def flash_attn_varlen_func(
             into a result; as queries they give out 0 and lse -inf.
 
     The other arguments and the errors are flash_attn_func's; masks are aligned with each sequence's own (used)
-    lengths. This version runs packed sequences on the tiled engine, which reads the lengths on the host.
+    lengths. This version runs packed sequences on the tiled engine, which reads the lengths on the host. With fp8 each
+    sequence has its own means and scales.
 
     Returns:
         out (total_q, heads, head_dim_v); with return_lse, (out, lse) with lse (heads, total_q).
     """
-    if num_splits != 1 or pack_gqa or fp8 is not None:
-        checks.not_built(fp8, num_splits, pack_gqa)
-    q, k, v, sink = ops.autocast(q, k, v, sink)
+    checks.not_built(num_splits, pack_gqa)
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    if fp8 is not None:
+        recipe = fp8_attention.check_recipe(fp8)
+        fp8_attention.check_options(softcap, sink)
+        out, lse = fp8_attention.packed(
+            q, k, v, packing, recipe, softmax_scale, causal, window_size, sm_margin, deterministic
+        )
+        return (out, lse) if return_lse else out
+    q, k, v, sink = ops.autocast(q, k, v, sink)
     sizes = checks.packed(q, k, v, *packing)
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)

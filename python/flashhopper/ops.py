@@ -103,8 +103,8 @@ def dense_attention(
     """
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     if not plain:
-        _refuse_tangents(q, k, v, sink)
-        run = library.forward_op if _is_dispatched() else _differentiable
+        refuse_tangents(q, k, v, sink)
+        run = library.forward_op if is_dispatched() else _differentiable
         out, lse = run(q, k, v, sink, *numbers)
         return out, lse
     if wants_gradient(q, k, v, sink):
@@ -137,18 +137,18 @@ def packed_attention(
     """Checked attention over packed sequences."""
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
-    _refuse_tangents(q, k, v, sink)
-    run = library.varlen_forward_op if _is_dispatched() else _differentiable_varlen
+    refuse_tangents(q, k, v, sink)
+    run = library.varlen_forward_op if is_dispatched() else _differentiable_varlen
     out, lse = run(q, k, v, *packing, sink, *numbers)
     return out, lse
 
 
-def _is_dispatched() -> bool:
+def is_dispatched() -> bool:
     """Whether the operator can carry the gradient itself; function transforms need the autograd.Function."""
     return torch.compiler.is_compiling() or _interpreter() is None
 
 
-def _refuse_tangents(*inputs: _Tensor | None) -> None:
+def refuse_tangents(*inputs: _Tensor | None) -> None:
     """Forward-mode derivatives are refused by name: an operator without a rule would drop them."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
@@ -174,7 +174,7 @@ def _dense_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tup
     q, k, v, out, lse, sink = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    run = _gradient_runner(library.backward_op, library.dense_backward, _once)
+    run = gradient_runner(library.backward_op, library.dense_backward, once)
     dq, dk, dv, dsink = run(dout, dlse, q, k, v, out, lse, sink, *ctx.numbers)
     return dq, dk, dv, None if sink is None else dsink, *(None,) * 7
 
@@ -191,12 +191,12 @@ def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tu
     *tensors, sink = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(tensors[3])
-    run = _gradient_runner(library.varlen_backward_op, library.varlen_backward, _once_varlen)
+    run = gradient_runner(library.varlen_backward_op, library.varlen_backward, once_varlen)
     dq, dk, dv, dsink = run(dout, dlse, *tensors, *ctx.lengths, sink, *ctx.numbers)
     return dq, dk, dv, *(None,) * 6, None if sink is None else dsink, *(None,) * 7
 
 
-def _gradient_runner(operator: Any, implementation: Any, once: Any) -> Any:
+def gradient_runner(operator: Any, implementation: Any, once: Any) -> Any:
     """How a backward runs: traced as an operator; under create_graph=True as a node that refuses to be differentiated
     again.
     """
@@ -234,19 +234,19 @@ class PlainAttention(torch.autograd.Function):
     backward = staticmethod(_dense_gradient)
 
 
-def _function(name: str, forward: Any, context: Any, gradient: Any) -> Any:
+def function(name: str, forward: Any, context: Any, gradient: Any) -> Any:
     """apply() of an autograd.Function made of these parts."""
     parts = {"forward": forward, "setup_context": context, "backward": gradient}
     parts |= {"vmap": _refuse_vmap, "jvp": _refuse_forward_mode}
-    function: Any = type(name, (torch.autograd.Function,), {key: staticmethod(part) for key, part in parts.items()})
-    return function.apply
+    made: Any = type(name, (torch.autograd.Function,), {key: staticmethod(part) for key, part in parts.items()})
+    return made.apply
 
 
 _plain: Any = PlainAttention.apply
-_differentiable = _function("Attention", library.dense_forward, _dense_context, _dense_gradient)
-_differentiable_varlen = _function("VarlenAttention", library.varlen_forward, _varlen_context, _varlen_gradient)
-_once = _function("AttentionGradient", library.dense_backward, _no_context, _refuse_second_derivative)
-_once_varlen = _function("VarlenGradient", library.varlen_backward, _no_context, _refuse_second_derivative)
+_differentiable = function("Attention", library.dense_forward, _dense_context, _dense_gradient)
+_differentiable_varlen = function("VarlenAttention", library.varlen_forward, _varlen_context, _varlen_gradient)
+once = function("AttentionGradient", library.dense_backward, _no_context, _refuse_second_derivative)
+once_varlen = function("VarlenGradient", library.varlen_backward, _no_context, _refuse_second_derivative)
 
 for _name, _gradient, _context in (
     ("forward", _dense_gradient, _dense_context),

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from . import backends, checks, flops
-from .engine import hopper, hopper_backward, tiles
+from .engine import hopper, hopper_backward, hopper_fp8, tiles
 from .engine.mask import Mask
+from .fp8 import Fp8Recipe, formats
+from .fp8 import attention as fp8_attention
+from .fp8.recipe import TILE_KEYS
 
 _TILED_GRADIENTS = "tiled engine, recomputed from the saved (q, k, v, out, lse); bit-reproducible"
 
@@ -40,6 +43,8 @@ class Plan:
     gradients: str  # where they come from
     copies: tuple[str, ...] = field(default=())  # inputs that are copied first, and why
     notes: tuple[str, ...] = field(default=())
+    recipe: str = ""  # of an 8-bit call, in words
+    quantizer: str = ""  # what quantises, and why
 
     def __str__(self) -> str:
         shape = f"{self.tile_m} x {self.tile_n}, head_dim {self.head_dim}/{self.head_dim_v}"
@@ -55,6 +60,9 @@ class Plan:
             )
         lines.append(f"work       {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.3f} MB of inputs and outputs")
         lines.append(f"gradients  {self.gradients}")
+        if self.recipe:
+            lines.append(f"recipe     {self.recipe}")
+            lines.append(f"quantises  {self.quantizer}")
         lines.append(f"copies     {'; '.join(self.copies) or 'none'}")
         lines.extend(f"note       {note}" for note in self.notes)
         return "\n".join(lines)
@@ -74,7 +82,7 @@ def explain(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    fp8: object = None,
+    fp8: Fp8Recipe | None = None,
     return_lse: bool = False,
 ) -> Plan:
     """What flash_attn_func would do with these arguments here and now; launches nothing.
@@ -86,19 +94,26 @@ def explain(
     Raises:
         ValueError, NotImplementedError: as flash_attn_func.
     """
-    checks.not_built(fp8, num_splits, pack_gqa)
+    checks.not_built(num_splits, pack_gqa)
     sizes = checks.dense(q, k, v)
     batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
     if sink is not None:
         checks.sink(sink, heads, q.device)
     checks.scalars(softmax_scale, softcap, sm_margin)
+    if fp8 is not None:
+        fp8_attention.check_recipe(fp8)
+        fp8_attention.check_options(softcap, sink)
+        fp8_attention.check_inputs(q, head_dim, head_dim_v)
     left, right = checks.normalize_window(causal, window_size)
     left, right = checks.widen_window(left, right, seqlen_q, seqlen_k)
     mask = Mask(seqlen_q, seqlen_k, left, right)
     requested = backends.backend()
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     options = (softcap, sink is not None, False, scale)
-    reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, *options)
+    if fp8 is None:
+        reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, *options)
+    else:
+        reason, is_broken = hopper_fp8.forward_refusal(q.device, (head_dim, head_dim_v), fp8, left, right, scale)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
     problem = (
         f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, "
@@ -113,9 +128,12 @@ def explain(
         "problem": problem,
         "flops": float(flops.forward_flops(batch * mask.kept(), heads, head_dim, head_dim_v)),
         "bytes": float(elements * q.element_size() + lse_bytes),
-        "gradients": _gradients(requested, q, sizes, (left, right), sm_margin, deterministic, options),
+        "gradients": ("straight-through; " if fp8 is not None else "")
+        + _gradients(requested, q, sizes, (left, right), sm_margin, deterministic, options),
         "notes": _notes(),
     }
+    if fp8 is not None:
+        return _fp8_plan(q, sizes, fp8, runs_hopper, common)
     if runs_hopper and reason is None:
         return _hopper_plan(q, k, v, sizes, left, right, sm_margin, common)
     return _tiled_plan(q, sizes, "hopper" if runs_hopper else "tiled", common)
@@ -196,6 +214,35 @@ def _hopper_plan(
         smem_bytes=row["smem_bytes"],
         workspace_bytes=hopper.module.workspace_bytes(),
         copies=tuple(f"{name} ({reason})" for name, reason in reasons if reason is not None),
+        **common,  # type: ignore[arg-type]
+    )
+
+
+def _fp8_plan(
+    q: torch.Tensor, sizes: checks.DenseShape, recipe: Fp8Recipe, runs_hopper: bool, common: dict[str, object]
+) -> Plan:
+    batch, seqlen_q, heads, head_dim, _, kv_heads, head_dim_v = sizes
+    columns, columns_v = formats.computed_head_dims(head_dim, head_dim_v)
+    group, folded_heads = max(heads // max(kv_heads, 1), 1), batch * kv_heads
+    blocks = tiles.choose_blocks(folded_heads, group, seqlen_q, TILE_KEYS, q.device)
+    reason = "asked for by name" if common["requested"] == "tiled" else None
+    reason = reason or hopper_fp8.quantize_refusal(q.device, q.dtype, (head_dim, head_dim_v), recipe)
+    return Plan(
+        backend="hopper" if runs_hopper else "tiled",
+        config="8-bit kernel" if runs_hopper else "8-bit attention emulated in torch ops, last keys first",
+        tile_m=blocks.q,
+        tile_n=TILE_KEYS,
+        head_dim=columns,
+        head_dim_v=columns_v,
+        grid=0,
+        tiles=-(-folded_heads // blocks.heads) * -(-seqlen_q // blocks.q),
+        splits=1,
+        threads=0,
+        stages=0,
+        smem_bytes=0,
+        workspace_bytes=0,
+        recipe=str(recipe),
+        quantizer="the Hopper quantiser" if reason is None else f"torch ops: {reason}",
         **common,  # type: ignore[arg-type]
     )
 

@@ -162,7 +162,6 @@ def test_fused(shape: tuple[int, ...], heads: int | None, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fp8": object()}, "fp8 is not available in this version"),
         ({"num_splits": 0}, "num_splits=0 is not available in this version: pass num_splits=1"),
         ({"num_splits": 4}, "num_splits=4 is not available in this version: pass num_splits=1"),
         ({"pack_gqa": True}, "pack_gqa=True is not available in this version"),

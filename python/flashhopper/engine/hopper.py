@@ -116,7 +116,7 @@ def readable(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int]]:
     return x, (batch_stride, row_stride, head_stride)
 
 
-def _workspace(index: int, stream: int) -> Workspace:
+def borrow_workspace(index: int, stream: int) -> Workspace:
     # Handles 1 and 2 name the legacy and the per-thread default stream: not one stream, or not one a process.
     # A graph may be replayed beside calls on any stream: it gets its own memory, from the graph's pool, zeroed in each
     # replay. 0 is the legacy default stream too, as torch names it; CUDA captures no graph on it, so it is not asked.
@@ -182,7 +182,7 @@ class PreparedForward:
         # Half the cost of new_empty.
         out = torch.empty_like(q) if self._is_like_q else q.new_empty(self._out_shape)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        _, workspace, lse_address, spare_rows = _workspace(index, stream)
+        _, workspace, lse_address, spare_rows = borrow_workspace(index, stream)
         lse = None
         if needs_lse or self._rows > spare_rows:
             lse = q.new_empty(self._lse_shape, dtype=torch.float32)

@@ -1,0 +1,72 @@
+"""The 8-bit formats and layouts that quantiser, kernels and emulation share. Before it: quantize.py, emulate.py; after
+it: nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+INT8_MAX = 127.0
+LEAST_AMAX = 1e-12  # of a block that is all zeros: its scale stays a normal number
+MAX_HEAD_DIM = 256
+
+
+def computed_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The head dimensions at which kernels compute: those of the smallest row of their table that holds both sizes.
+
+    Rows are 64, 96, 128, 192 and 256 for both, and 192 for queries and keys with 128 for values.
+    """
+    if 128 < head_dim <= 192 and head_dim_v <= 128:
+        return 192, 128
+    for size in (64, 96, 128, 192, 256):
+        if max(head_dim, head_dim_v) <= size:
+            return size, size
+    raise ValueError(
+        f"head_dim is {head_dim}, head_dim_v {head_dim_v}: 8-bit attention takes at most {MAX_HEAD_DIM}; pass fp8=None"
+    )
+
+
+def block_count(rows: int, block: int) -> int:
+    """Scales of `rows` rows: one for all with block 0, none where there is no row."""
+    if block == 0:
+        return min(rows, 1)
+    return -(-rows // block)
+
+
+def padded_keys(seqlen_k: int) -> int:
+    """Key positions in the K-major values."""
+    return -(-seqlen_k // 128) * 128
+
+
+def permute_keys(x: torch.Tensor) -> torch.Tensor:
+    """Bring the last dimension, keys (a multiple of 16), into the order in which score accumulators hold them.
+
+    Position 4 c + e of a group of 16 takes key 2 c + e for e < 2 and 8 + 2 c + e - 2 for the others, c = 0..3, so that
+    a thread's probabilities are the operand of the second product as they lie.
+    """
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 16, 2, 4, 2).transpose(-3, -2).reshape(x.shape)
+
+
+def restore_keys(x: torch.Tensor) -> torch.Tensor:
+    """The inverse of permute_keys."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // 16, 4, 2, 2).transpose(-3, -2).reshape(x.shape)
+
+
+def round_e4m3_(x: torch.Tensor) -> torch.Tensor:
+    """Round float32 of magnitude at most 448 to e4m3 in place, to nearest even: a cast there and back, at a tenth of
+    its cost on a CPU.
+
+    Adding 1.5 * 2^20 times a number's power of two leaves its four leading bits; below 2^-6 steps are of 2^-9.
+    """
+    magic = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    magic.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
+    return x.add_(magic).sub_(magic)
+
+
+def to_8bit(x: torch.Tensor, qk_format: str) -> torch.Tensor:
+    """float32, already divided by its scale, to "e4m3" or "int8"."""
+    if qk_format == "int8":
+        return x.round().clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)

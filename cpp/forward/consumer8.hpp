@@ -133,10 +133,11 @@ struct Consumer8 : ForwardConsumer<Traits> {
         this->release(storage.v_empty, at);
       };
 
-      warpgroup_wait<0>();
-      finish_scores([] {});
-      for (--n; n >= blocks.begin; --n) {
-        if constexpr (kOverlaps) {
+      int const done = slot;
+      if constexpr (kOverlaps) {
+        warpgroup_wait<0>();
+        finish_scores([] {});
+        for (--n; n >= blocks.begin; --n) {
           storage.k_full[at_k.slot].wait(at_k.phase);
           this->wait_turn();
           issue_qk();
@@ -145,26 +146,26 @@ struct Consumer8 : ForwardConsumer<Traits> {
           this->pass_turn();
           warpgroup_wait<1>();
           finish_scores([&] { finish_pv(Int<0>{}); });
-        } else {
-          this->wait_turn();
-          multiply_values();
-          storage.k_full[at_k.slot].wait(at_k.phase);
-          issue_qk();
-          this->pass_turn();
-          warpgroup_wait<0>();
-          finish_scores([] {});
         }
-      }
-      this->release(storage.q_empty[warpgroup], at_q);
-      int const done = slot;
-      if constexpr (kOverlaps) {
+        this->release(storage.q_empty[warpgroup], at_q);
         storage.v_full[at_v.slot].wait(at_v.phase);
         issue_pv(at_v.slot, 0);
         slot = this->next_tile(reader);
         start_tile();
         finish_pv(Int<1>{});
       } else {
-        multiply_values();
+        while (true) {
+          warpgroup_wait<0>();
+          finish_scores([] {});
+          this->wait_turn();
+          multiply_values();
+          if (--n < blocks.begin) break;
+          storage.k_full[at_k.slot].wait(at_k.phase);
+          issue_qk();
+          this->pass_turn();
+        }
+        this->pass_turn();
+        this->release(storage.q_empty[warpgroup], at_q);
         slot = this->next_tile(reader);
       }
 

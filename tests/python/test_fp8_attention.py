@@ -249,10 +249,12 @@ def test_what_recipes_lose_on_a_real_model() -> None:
 
 
 def test_the_papers_table_3() -> None:
-    """Outlier inputs, no mask, absolute rmse; a quarter of the heads is enough for its statistics."""
+    """Outlier inputs, no mask, absolute rmse, two of its heads. paper() is held to the paper's own 9.1e-3,
+    which draws of so few heads vary about; docs/numerics.md has the whole test.
+    """
     inputs = make_inputs("outlier", seqlen_q=2048, heads=2, head_dim=128, seed=0)
     ref, _ = fh.reference_attention(*inputs)
-    for recipe, bound in ((RECIPES["paper"], 8.5e-3), (RECIPES["accurate"], 6e-3)):
+    for recipe, bound in ((RECIPES["paper"], 9.1e-3), (RECIPES["accurate"], 6e-3)):
         assert error_metrics(emulate.attention(fh.quantize_fp8(*inputs, recipe))[0], ref).rmse <= bound
 
 

@@ -25,6 +25,7 @@ struct ForwardConfig {
   bool ping_pong;  // consumer warpgroups take turns at issuing their GEMMs
   int element_bytes = 2;    // of q, k and v
   int partial_columns = 0;  // columns of V whose product with one key block has an accumulator of its own; 0: none has
+  bool overlap = true;      // a step's softmax runs under the P V of the step before; false: other warpgroups fill the gaps
 };
 
 // clang-format off: one row a line, cmake/instances.cmake reads them.
@@ -61,7 +62,7 @@ constexpr int64_t smem_bytes(ForwardConfig const& config) {
 constexpr bool is_valid(ForwardConfig const& config) {
   // S, P, O and what of P V has its own accumulator, in one thread.
   int const row_registers = config.tile_n / 2 + config.tile_n * config.element_bytes / 8 + config.head_dim_v / 2 +
-                            (config.partial_columns == config.head_dim_v ? config.partial_columns / 2 : 0);
+                            (config.overlap ? config.partial_columns / 2 : 0);
   return smem_bytes(config) <= kMaxSmemBytes && config.tile_m % kWarpgroupRows == 0 && config.tile_n % 16 == 0 &&
          config.tile_n <= 256 && config.head_dim_v <= config.head_dim && config.head_dim % 32 == 0 &&
          config.head_dim_v % 32 == 0 && (consumer_warpgroups(config) == 2 || consumer_warpgroups(config) == 3) &&

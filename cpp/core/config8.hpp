@@ -9,23 +9,23 @@ namespace flashhopper {
 // Keys that share a scale of K and of V: one step or several, so that a step multiplies by one pair of scales.
 inline constexpr int kScaleBlock = 128;
 
-// Where registers allow it (partial_columns = head_dim_v) a step's softmax runs under the P V of the step before, as in
-// 16 bits. Where they do not, P V is done in parts of partial_columns, each added to O before the next, and the other
-// warpgroup's GEMMs fill the gaps.
+// With overlap O and the product of a whole block with V are both in registers. Without, P V is done in parts of
+// partial_columns, each added to O before the next, in the registers that scores had.
 // clang-format off: one row a line, cmake/instances.cmake reads them.
 inline constexpr ForwardConfig kForward8Configs[] = {
     {.name = "fwd8_hd64_m128_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 128, .tile_n = 128, .stages = 4, .q_stages = 2, .ping_pong = true, .element_bytes = 1, .partial_columns = 64},
     {.name = "fwd8_hd96_m128_n128", .head_dim = 96, .head_dim_v = 96, .tile_m = 128, .tile_n = 128, .stages = 4, .q_stages = 2, .ping_pong = true, .element_bytes = 1, .partial_columns = 96},
     {.name = "fwd8_hd128_m128_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 4, .q_stages = 2, .ping_pong = true, .element_bytes = 1, .partial_columns = 128},
-    {.name = "fwd8_hd192_m128_n128", .head_dim = 192, .head_dim_v = 192, .tile_m = 128, .tile_n = 128, .stages = 3, .q_stages = 2, .ping_pong = true, .element_bytes = 1, .partial_columns = 64},
-    {.name = "fwd8_hd256_m128_n64", .head_dim = 256, .head_dim_v = 256, .tile_m = 128, .tile_n = 64, .stages = 4, .q_stages = 2, .ping_pong = true, .element_bytes = 1, .partial_columns = 128},
+    {.name = "fwd8_hd192_m128_n128", .head_dim = 192, .head_dim_v = 192, .tile_m = 128, .tile_n = 128, .stages = 3, .q_stages = 2, .ping_pong = true, .element_bytes = 1, .partial_columns = 96, .overlap = false},
+    {.name = "fwd8_hd256_m128_n128", .head_dim = 256, .head_dim_v = 256, .tile_m = 128, .tile_n = 128, .stages = 3, .q_stages = 1, .ping_pong = true, .element_bytes = 1, .partial_columns = 128, .overlap = false},
 };
 // clang-format on
 inline constexpr int kForward8ConfigCount = sizeof(kForward8Configs) / sizeof(kForward8Configs[0]);
 
 constexpr bool is_valid8(ForwardConfig const& config) {
   return is_valid(config) && config.element_bytes == 1 && kScaleBlock % config.tile_n == 0 && config.partial_columns > 0 &&
-         config.head_dim_v % config.partial_columns == 0;
+         config.head_dim_v % config.partial_columns == 0 &&
+         (!config.overlap || config.partial_columns == config.head_dim_v);
 }
 
 // The row of this name, or -1.

@@ -15,8 +15,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
   static constexpr int kPart = Traits::kPartColumns / 2;  // floats of a part of P V in one thread
-  // P V of one block runs under the softmax of the next where registers hold its whole product beside O.
-  static constexpr bool kOverlaps = Traits::kParts == 1;
+  static constexpr bool kOverlaps = Traits::kConfig.overlap;
   // What an integer score starts from, and the same bits as a float.
   static constexpr uint32_t kZeroBits = 0x4B400000u;
   static constexpr float kZero = Traits::kIntegerScores ? 12582912.f : 0.f;

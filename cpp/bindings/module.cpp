@@ -196,6 +196,68 @@ void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse,
   check(status);
 }
 
+// Flags of quantize; engine/hopper_quantize.py and engine/hopper_fp8.py have them too.
+enum { kRotate = 1, kSmoothK = 2, kCenterV = 4 };
+
+// outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean.
+void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 9> const& outputs, intptr_t signs,
+              Sizes const& sizes, std::array<int64_t, 2> const& columns, int dtype, int format, int flags, int q_block,
+              intptr_t stream) {
+  flashhopper_quantize_params params{};
+  flashhopper_tensor* const targets[] = {&params.q, &params.k, &params.v};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    *targets[i] = {reinterpret_cast<void*>(tensors[i][0]), tensors[i][1], tensors[i][2], tensors[i][3]};
+  }
+  auto const floats = [&](size_t i) { return reinterpret_cast<float*>(outputs[i]); };
+  params.q8 = reinterpret_cast<void*>(outputs[0]);
+  params.k8 = reinterpret_cast<void*>(outputs[1]);
+  params.v8 = reinterpret_cast<void*>(outputs[2]);
+  params.q_scale = floats(3);
+  params.k_scale = floats(4);
+  params.v_scale = floats(5);
+  params.lse_shift = (flags & kSmoothK) != 0 ? floats(6) : nullptr;
+  params.k_mean = (flags & kSmoothK) != 0 ? floats(7) : nullptr;
+  params.v_mean = (flags & kCenterV) != 0 ? floats(8) : nullptr;
+  params.signs = (flags & kRotate) != 0 ? reinterpret_cast<float const*>(signs) : nullptr;
+  params.batch = sizes[0];
+  params.heads = sizes[1];
+  params.kv_heads = sizes[2];
+  params.seqlen_q = sizes[3];
+  params.seqlen_k = sizes[4];
+  params.head_dim = sizes[5];
+  params.head_dim_v = sizes[6];
+  params.columns = columns[0];
+  params.columns_v = columns[1];
+  params.q_block = q_block;
+  params.dtype = dtype;
+  params.format = format;
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_quantize(&params);
+  }
+  check(status);
+}
+
+void transpose_values(Tensor const& v, intptr_t v8, int64_t batch, int64_t kv_heads, int64_t seqlen_k,
+                      int64_t head_dim_v, intptr_t stream) {
+  flashhopper_quantize_params params{};
+  params.v = {reinterpret_cast<void*>(v[0]), v[1], v[2], v[3]};
+  params.v8 = reinterpret_cast<void*>(v8);
+  params.batch = batch;
+  params.kv_heads = kv_heads;
+  params.seqlen_k = seqlen_k;
+  params.head_dim_v = head_dim_v;
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_transpose_values(&params);
+  }
+  check(status);
+}
+
 template <class GetConfig>
 py::list configs(GetConfig const& get_config) {
   py::list rows;
@@ -222,6 +284,8 @@ py::dict environment() {
 PYBIND11_MODULE(_C, module) {
   module.attr("FP16") = static_cast<int>(FLASHHOPPER_FP16);
   module.attr("BF16") = static_cast<int>(FLASHHOPPER_BF16);
+  module.attr("E4M3") = static_cast<int>(FLASHHOPPER_E4M3);
+  module.attr("INT8") = static_cast<int>(FLASHHOPPER_INT8);
   module.def("version", [] { return flashhopper_version(); });
   module.def("environment", &environment);
   module.def("workspace_bytes", &flashhopper_workspace_bytes);
@@ -232,6 +296,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward_plan", &backward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
              py::arg("deterministic"), py::arg("num_sms"));
   module.def("backward", &backward);
+  module.def("quantize", &quantize);
+  module.def("transpose_values", &transpose_values);
   module.def("prepare_forward", &prepare_forward);
   module.def("layout_reader", &layout_reader);
 }

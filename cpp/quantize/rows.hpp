@@ -9,63 +9,72 @@
 namespace flashhopper {
 
 // Which thread holds what: kLanes neighbouring threads share a row, each with chunks of 16 columns, chunk i of lane l
-// being columns (i * kLanes + l) * 16 .. + 15. So a lane stores 16 bytes, and a Hadamard matrix needs shuffles for two
-// of its stages alone (one for 96 columns): shuffles are the scarcest instruction here.
+// being columns (i * kLanes + l) * 16 .. + 15. So a lane stores 16 bytes, and a Hadamard matrix needs shuffles for one
+// or two of its stages alone: shuffles are the scarcest instruction here. A warp has its rows for itself, and no
+// barrier but that of the block's largest magnitude.
 template <int kDim>
 struct RowsShape {
   static constexpr int kHeadDim = kDim;
-  static constexpr int kLanes = kDim == 96 ? 2 : 4;
+  static constexpr int kLanes = kDim >= 192 ? 4 : 2;
   static constexpr int kChunks = kDim / (16 * kLanes);
   static constexpr int kElements = 16 * kChunks;  // of a row in one thread
   static constexpr int kThreads = kDim >= 192 ? 512 : 256;
-  static constexpr int kRowsPerPass = kThreads / kLanes;
-  static constexpr int kRows = kScaleBlock / kRowsPerPass;  // of a thread
+  static constexpr int kRowsPerPass = 32 / kLanes;                 // of a warp
+  static constexpr int kRows = kScaleBlock / (kThreads / kLanes);  // of a thread
   static constexpr int kSlots = kRows * kElements / 8;
   static constexpr int kCtas = kDim >= 192 ? 1 : kDim == 64 ? 3 : 2;  // at once on a multiprocessor
   static constexpr int kSmemBytes = kSlots * kThreads * 16;
+  static constexpr int kWarpRows = kScaleBlock / (kThreads / 32);
   static constexpr int kHadamard = hadamard_block(kDim);
   static constexpr float kNorm = kHadamard == 32    ? 0.17677669529663687f  // kHadamard ** -0.5
                                  : kHadamard == 64  ? 0.125f
                                  : kHadamard == 128 ? 0.08838834764831845f
                                                     : 0.0625f;
-  static_assert(kRows * kRowsPerPass == kScaleBlock && kHadamard % (16 * kLanes) == 0);
+  static_assert(kRows * kRowsPerPass * (kThreads / 32) == kScaleBlock && kHadamard % (16 * kLanes) == 0);
 };
 
-// Where slot s of the thread of lane `lane` lies: neighbouring lanes copy neighbouring vectors, so that whole sectors
-// are asked for, but compute on two neighbouring vectors each. Odd slots change places, or two lanes would read one
-// bank.
+// The first row of a block that the thread computes.
 template <class Shape>
-FLASHHOPPER_DEVICE int slot_of(int r, int s, int lane) {
-  int const first = static_cast<int>(threadIdx.x) / Shape::kLanes * Shape::kLanes;
-  return (r * (Shape::kElements / 8) + s) * Shape::kThreads + first + (lane ^ (s & 1));
+FLASHHOPPER_DEVICE int first_row() {
+  int const thread = static_cast<int>(threadIdx.x);
+  return thread / 32 * Shape::kWarpRows + thread % 32 / Shape::kLanes;
 }
 
-// Starts copying a task's block into the slots of the warp.
-template <class Element, class Shape>
-FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, int task, uint4* slots) {
+// Where vector v of row r lies in the shared memory of a warp: row by row, but such that neither the copies of a warp,
+// whole rows at a time, nor the reads of its threads, two neighbouring vectors of every row each, meet in a bank.
+template <class Shape>
+FLASHHOPPER_DEVICE int place(int r, int v) {
+  constexpr int kVectors = Shape::kHeadDim / 8;
+  int const swizzle = kVectors % 8 != 0 ? r / 2 % 2 : Shape::kLanes == 4 ? r % 2 : r % 2 + r / 2 % 2 * 4;
+  return r * kVectors + (v ^ swizzle);
+}
+
+// Starts copying a task's block into the slots of the warp, and the mean that belongs to it.
+template <class Element, class Shape, bool kSmooth>
+FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, int task, uint4* slots, float* mean) {
   bool const is_k = task >= args.operands[0].tasks;
   RowsOperand const& operand = args.operands[is_k];
   QuantizeTask const at(task - (is_k ? args.operands[0].tasks : 0), operand.heads, operand.blocks);
-  int const thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
-  constexpr int kRowSlots = Shape::kElements / 8;
-  int const columns = operand.source.head_dim - lane * 8;  // that the row has from the lane's first on
-  auto const column = [](int s) { return s * Shape::kLanes * 8; };
+  int const thread = static_cast<int>(threadIdx.x);
+  constexpr int kVectors = Shape::kHeadDim / 8;
+  int const first = at.block * kScaleBlock + thread / 32 * Shape::kWarpRows;
+  auto const copy = [&](int s, auto const& fetch) {
+    int const r = (s * 32 + thread % 32) / kVectors, v = (s * 32 + thread % 32) % kVectors;
+    bool const exists = first + r < operand.seqlen && v * 8 < operand.source.head_dim;
+    Element const* const row = source_row<Element>(operand.source, at.batch, exists ? first + r : 0, at.head);
+    fetch(slots + thread / 32 * 32 * Shape::kSlots + place<Shape>(r, v), row + v * 8, exists);
+  };
+  if (operand.source.vectors) {
+#pragma unroll 4
+    for (int s = 0; s < Shape::kSlots; ++s) copy(s, fetch_aligned);
+  } else {
 #pragma unroll 1
-  for (int r = 0; r < Shape::kRows; ++r) {
-    int const position = at.block * kScaleBlock + thread / Shape::kLanes + r * Shape::kRowsPerPass;
-    bool const exists = position < operand.seqlen;
-    Element const* const row = source_row<Element>(operand.source, at.batch, exists ? position : 0, at.head) + lane * 8;
-    if (operand.source.vectors) {
-      FLASHHOPPER_UNROLL
-      for (int s = 0; s < kRowSlots; ++s) {
-        fetch_aligned(slots + slot_of<Shape>(r, s, lane), row + column(s), exists && column(s) < columns);
-      }
-    } else {
-#pragma unroll 1
-      for (int s = 0; s < kRowSlots; ++s) {
-        fetch_unaligned(slots + slot_of<Shape>(r, s, lane), row + column(s), exists && column(s) < columns);
-      }
-    }
+    for (int s = 0; s < Shape::kSlots; ++s) copy(s, fetch_unaligned);
+  }
+  if constexpr (kSmooth) {
+    int const mean_head = at.head / (operand.heads / operand.mean_heads);
+    float const* const from = operand.mean + (int64_t{at.batch} * operand.mean_heads + mean_head) * Shape::kHeadDim;
+    if (thread < Shape::kHeadDim / 4) fetch_aligned(reinterpret_cast<uint4*>(mean) + thread, from + thread * 4, true);
   }
   commit_copies();
 }
@@ -121,12 +130,9 @@ FLASHHOPPER_DEVICE void rotate_row(float (&x)[Shape::kElements], float const* si
 // Subtracts the mean from the thread's rows (K), or leaves them and stores their products with it (Q). Both are
 // computed in either case: a branch around registers that change costs copies of them all, and spills.
 template <class Shape>
-FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask const& at,
+FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask const& at, float const* mean,
                                    float (&x)[Shape::kRows][Shape::kElements]) {
   int const thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
-  int const mean_head = at.head / (operand.heads / operand.mean_heads);
-  float const* const mean =
-      operand.mean + (int64_t{at.batch} * operand.mean_heads + mean_head) * Shape::kHeadDim + lane * 16;
   float const subtracted = operand.subtract ? 1.f : 0.f;
   float dots[Shape::kRows] = {};
   FLASHHOPPER_UNROLL
@@ -135,7 +141,7 @@ FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask cons
     FLASHHOPPER_UNROLL
     for (int e = 0; e < 16; e += 4) {
       float m[4];
-      load_floats(reinterpret_cast<float4 const*>(mean + i * Shape::kLanes * 16 + e), m, 4);
+      load_floats(reinterpret_cast<float4 const*>(mean + (i * Shape::kLanes + lane) * 16 + e), m, 4);
       FLASHHOPPER_UNROLL
       for (int r = 0; r < Shape::kRows; ++r) {
         FLASHHOPPER_UNROLL
@@ -153,7 +159,7 @@ FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask cons
     float dot = dots[r];
     FLASHHOPPER_UNROLL
     for (int offset = 1; offset < Shape::kLanes; offset *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
-    int const position = at.block * kScaleBlock + thread / Shape::kLanes + r * Shape::kRowsPerPass;
+    int const position = at.block * kScaleBlock + first_row<Shape>() + r * Shape::kRowsPerPass;
     if (lane == 0 && position < operand.seqlen) {
       operand.shift[(int64_t{at.batch} * operand.heads + at.head) * operand.seqlen + position] = dot;
     }
@@ -183,7 +189,8 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
   using Shape = RowsShape<kDim>;
   extern __shared__ uint4 slots[];
   __shared__ __align__(16) float signs[kDim];
-  __shared__ float maxima[2][Shape::kThreads / 32];  // two, so that one barrier a block is enough
+  __shared__ __align__(16) float means[2][kSmooth ? kDim : 4];  // two: one arrives while the other is read
+  __shared__ float maxima[2][Shape::kThreads / 32];             // two, so that one barrier a block is enough
   int const thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
   int const tasks = args.operands[0].tasks + args.operands[1].tasks;
   float const most = args.is_int8 ? 127.f : 448.f;
@@ -194,7 +201,7 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
   }
 
   int task = static_cast<int>(blockIdx.x);
-  if (task < tasks) fetch_rows<Element, Shape>(args, task, slots);
+  if (task < tasks) fetch_rows<Element, Shape, kSmooth>(args, task, slots, means[0]);
   for (int parity = 0; task < tasks; task += static_cast<int>(gridDim.x), parity ^= 1) {
     bool const is_k = task >= args.operands[0].tasks;
     RowsOperand const& operand = args.operands[is_k];
@@ -202,23 +209,27 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
     constexpr int kRowSlots = Shape::kElements / 8;
     uint4 raw[Shape::kSlots];
     wait_for_copies();
-    __syncwarp();
+    if constexpr (kSmooth) {
+      __syncthreads();  // all threads see the mean, and have read the one before
+    } else {
+      __syncwarp();
+    }
     FLASHHOPPER_UNROLL
     for (int s = 0; s < Shape::kSlots; ++s) {
-      int const vector = s % kRowSlots / 2 * 2 * Shape::kLanes + 2 * lane + s % 2;  // of the row
-      raw[s] = slots[slot_of<Shape>(s / kRowSlots, vector / Shape::kLanes, vector % Shape::kLanes)];
+      int const r = thread % 32 / Shape::kLanes + s / kRowSlots * Shape::kRowsPerPass;
+      int const vector = s % kRowSlots / 2 * 2 * Shape::kLanes + 2 * lane + s % 2;
+      raw[s] = slots[thread / 32 * 32 * Shape::kSlots + place<Shape>(r, vector)];
     }
     __syncwarp();
-    if (task + static_cast<int>(gridDim.x) < tasks) {
-      fetch_rows<Element, Shape>(args, task + static_cast<int>(gridDim.x), slots);
-    }
+    int const next = task + static_cast<int>(gridDim.x);
+    if (next < tasks) fetch_rows<Element, Shape, kSmooth>(args, next, slots, means[parity ^ 1]);
     float x[Shape::kRows][Shape::kElements];
     FLASHHOPPER_UNROLL
     for (int s = 0; s < Shape::kSlots; ++s) {
       unpack_vector<Element>(raw[s], x[s / kRowSlots] + s % kRowSlots * 8);
     }
-    if constexpr (kSmooth) apply_mean<Shape>(operand, at, x);
-    int const first = at.block * kScaleBlock + thread / Shape::kLanes;
+    if constexpr (kSmooth) apply_mean<Shape>(operand, at, means[parity], x);
+    int const first = at.block * kScaleBlock + first_row<Shape>();
     float amax[Shape::kRows];
     FLASHHOPPER_UNROLL
     for (int r = 0; r < Shape::kRows; ++r) {

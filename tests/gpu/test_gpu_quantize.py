@@ -118,19 +118,26 @@ def k_major(v8: torch.Tensor) -> torch.Tensor:
     keys = -(-seqlen_k // 128) * 128
     padded = torch.zeros((batch, keys, heads, columns), dtype=torch.uint8, device=v8.device)
     padded[:, :seqlen_k] = v8
-    order = [16 * g + (2 * c + e if e < 2 else 6 + 2 * c + e) for g in range(keys // 16) for c in range(4) for e in range(4)]
+    order = [
+        16 * g + (2 * c + e if e < 2 else 6 + 2 * c + e) for g in range(keys // 16) for c in range(4) for e in range(4)
+    ]
     assert sorted(order) == list(range(keys))
     return padded[:, order].permute(0, 2, 3, 1)
 
 
 def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    found, expected = (x.contiguous().view(torch.uint8 if x.element_size() == 1 else torch.int32) for x in (found, expected))
+    found, expected = (
+        x.contiguous().view(torch.uint8 if x.element_size() == 1 else torch.int32) for x in (found, expected)
+    )
     wrong = (found != expected).sum().item()
     assert found.shape == expected.shape and wrong == 0, f"{name}: {wrong} of {found.numel()} differ"
 
 
 def check_means(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    for name, wanted, mean, x in (("k_mean", case.smooth_k, found.k_mean, k), ("v_mean", case.center_v, found.v_mean, v)):
+    for name, wanted, mean, x in (
+        ("k_mean", case.smooth_k, found.k_mean, k),
+        ("v_mean", case.center_v, found.v_mean, v),
+    ):
         assert (mean is not None) == wanted
         if mean is None:
             continue
@@ -188,7 +195,19 @@ RECIPES = {
     "accurate": {"qk_format": "int8", "smooth_k": True, "rotate": True, "center_v": True, "q_block": 1},
     "int8 blocks": {"qk_format": "int8", "rotate": True},
 }
-DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (8, 8), (40, 72), (104, 88), (200, 144), (248, 224))
+DIMS = (
+    (64, 64),
+    (96, 96),
+    (128, 128),
+    (192, 192),
+    (192, 128),
+    (256, 256),
+    (8, 8),
+    (40, 72),
+    (104, 88),
+    (200, 144),
+    (248, 224),
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -210,7 +229,9 @@ def test_lengths_and_groups(recipe: str, heads: tuple[int, int], seqlens: tuple[
     check(case, run(case, *inputs), *inputs)
 
 
-@pytest.mark.parametrize("empty", ({"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}, {"seqlen_q": 0, "seqlen_k": 0}), ids=str)
+@pytest.mark.parametrize(
+    "empty", ({"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}, {"seqlen_q": 0, "seqlen_k": 0}), ids=str
+)
 @pytest.mark.parametrize("recipe", ("plain", "accurate"))
 def test_empty(recipe: str, empty: dict[str, int]) -> None:
     case = replace(Case(**empty), **RECIPES[recipe])  # type: ignore[arg-type]

@@ -135,12 +135,8 @@ def transpose_values(v: torch.Tensor) -> torch.Tensor:
             return transpose_values(v)
     batch, seqlen_k, kv_heads, head_dim_v = v.shape
     keys = -(-seqlen_k // BLOCK_ROWS) * BLOCK_ROWS
-    v8 = torch.empty(
-        (batch, kv_heads, computed_head_dim(head_dim_v), keys), dtype=torch.float8_e4m3fn, device=v.device
-    )
+    v8 = torch.empty((batch, kv_heads, computed_head_dim(head_dim_v), keys), dtype=torch.float8_e4m3fn, device=v.device)
     v, address_and_strides = view(v)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    hopper.module.transpose_values(
-        address_and_strides, v8.data_ptr(), batch, kv_heads, seqlen_k, head_dim_v, stream
-    )
+    hopper.module.transpose_values(address_and_strides, v8.data_ptr(), batch, kv_heads, seqlen_k, head_dim_v, stream)
     return v8

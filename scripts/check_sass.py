@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tensor core GEMM, TMA load, TMA store, copy to shared memory that no register waits for, addition to floats in memory, in bulk or four at a time: a kernel that lost one
-# of them still computes, but is no longer this design.
+# Tensor core GEMM, TMA load, TMA store, asynchronous copy to shared memory, addition to floats in memory, in bulk or
+# four at a time: a kernel that lost one of them still computes, but is no longer this design.
 COUNTED = {
     "HGMMA": "HGMMA",
     "UTMALDG": "UTMALDG",

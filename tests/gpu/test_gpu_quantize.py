@@ -92,7 +92,7 @@ def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def codes(x: torch.Tensor, norm: float, block: int, qk_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 (batch, rows, heads, columns), norm times smaller than it stands there, to 8 bits as bytes, and scales."""
+    """float32 (batch, rows, heads, columns), norm times smaller than it stands there, to 8-bit bytes and scales."""
     most = torch.tensor(127.0 if qk_format == "int8" else 448.0, device=x.device)
     rows = x.shape[1]
     factor = torch.tensor(norm, dtype=torch.float32, device=x.device)
@@ -129,8 +129,9 @@ def same(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     found, expected = (
         x.contiguous().view(torch.uint8 if x.element_size() == 1 else torch.int32) for x in (found, expected)
     )
+    assert found.shape == expected.shape
     wrong = (found != expected).sum().item()
-    assert found.shape == expected.shape and wrong == 0, f"{name}: {wrong} of {found.numel()} differ"
+    assert wrong == 0, f"{name}: {wrong} of {found.numel()} differ"
 
 
 def check_means(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -146,8 +147,8 @@ def check_means(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, 
         assert ((mean.double() - exact).abs() <= allowed).all(), name
     assert (found.lse_shift is not None) == case.smooth_k
     if found.lse_shift is not None and found.k_mean is not None:
-        means = found.k_mean.double().repeat_interleave(case.heads // case.kv_heads, 1)
-        products = wide(q).double() * means[:, None]
+        of_heads = found.k_mean.double().repeat_interleave(case.heads // case.kv_heads, 1)
+        products = wide(q).double() * of_heads[:, None]
         error = (found.lse_shift.double() - products.sum(-1).transpose(1, 2)).abs()
         assert (error <= 1e-6 * products.abs().sum(-1).transpose(1, 2) + 1e-30).all(), "lse_shift"
 
@@ -212,16 +213,16 @@ DIMS = (
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_recipes(dtype: torch.dtype, dims: tuple[int, int], recipe: str) -> None:
     case = replace(Case(dtype=dtype, head_dim=dims[0], head_dim_v=dims[1]), **RECIPES[recipe])
     inputs = draw(case)
     check(case, run(case, *inputs), *inputs)
 
 
-@pytest.mark.parametrize("seqlens", ((1, 1), (1, 127), (128, 128), (129, 1), (5, 257), (3, 4099), (2500, 16)), ids=str)
-@pytest.mark.parametrize("heads", ((1, 1), (6, 2), (5, 1)), ids=str)
-@pytest.mark.parametrize("recipe", ("e4m3", "accurate"))
+@pytest.mark.parametrize("seqlens", [(1, 1), (1, 127), (128, 128), (129, 1), (5, 257), (3, 4099), (2500, 16)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (5, 1)], ids=str)
+@pytest.mark.parametrize("recipe", ["e4m3", "accurate"])
 def test_lengths_and_groups(recipe: str, heads: tuple[int, int], seqlens: tuple[int, int]) -> None:
     case = Case(1 + heads[0] % 3, *seqlens, *heads, head_dim=64, head_dim_v=96)
     case = replace(case, **RECIPES[recipe])
@@ -230,9 +231,9 @@ def test_lengths_and_groups(recipe: str, heads: tuple[int, int], seqlens: tuple[
 
 
 @pytest.mark.parametrize(
-    "empty", ({"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}, {"seqlen_q": 0, "seqlen_k": 0}), ids=str
+    "empty", [{"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}, {"seqlen_q": 0, "seqlen_k": 0}], ids=str
 )
-@pytest.mark.parametrize("recipe", ("plain", "accurate"))
+@pytest.mark.parametrize("recipe", ["plain", "accurate"])
 def test_empty(recipe: str, empty: dict[str, int]) -> None:
     case = replace(Case(**empty), **RECIPES[recipe])  # type: ignore[arg-type]
     inputs = draw(case)
@@ -241,7 +242,9 @@ def test_empty(recipe: str, empty: dict[str, int]) -> None:
     if case.batch > 0:
         check_means(case, found, *inputs)
     if case.seqlen_k == 0 and case.smooth_k:
-        assert not found.k_mean.any() and not found.v_mean.any() and not found.lse_shift.any()  # type: ignore[union-attr]
+        for mean in (found.k_mean, found.v_mean, found.lse_shift):
+            assert mean is not None
+            assert not mean.any()
     for x in (found.q, found.q_scale):
         assert x.numel() == 0 or not x.float().isnan().any()
 
@@ -263,8 +266,8 @@ def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
     return x[:1, :, :1].expand(batch, rows, heads, columns)
 
 
-@pytest.mark.parametrize("kind", ("heads first", "packed", "odd rows", "every second row", "expanded"))
-@pytest.mark.parametrize("dims", ((128, 128), (72, 256)), ids=str)
+@pytest.mark.parametrize("kind", ["heads first", "packed", "odd rows", "every second row", "expanded"])
+@pytest.mark.parametrize("dims", [(128, 128), (72, 256)], ids=str)
 def test_strides(dims: tuple[int, int], kind: str) -> None:
     case = replace(Case(head_dim=dims[0], head_dim_v=dims[1]), **RECIPES["accurate"])
     inputs = draw(case)
@@ -283,7 +286,8 @@ def test_reruns_are_bit_equal_on_any_stream() -> None:
             again = run(case, *inputs)
         torch.cuda.synchronize()
         for name, a, b in zip(Quantized._fields, first, again, strict=True):
-            assert a is not None and b is not None
+            assert a is not None
+            assert b is not None
             same(name, a, b)
 
 
@@ -300,8 +304,8 @@ def test_graph() -> None:
     check(case, found, *inputs)
 
 
-@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf), ids=str)
-@pytest.mark.parametrize("recipe", ("plain", "accurate"))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("recipe", ["plain", "accurate"])
 def test_not_finite(recipe: str, value: float) -> None:
     """What is not finite spreads at most over its block, or, through the mean, over its head."""
     case = replace(Case(), **RECIPES[recipe])
@@ -342,9 +346,9 @@ def test_large_offsets() -> None:
     check(case, run(case, q, far_k, far_v), q, far_k, far_v)
 
 
-@pytest.mark.parametrize("columns", (64, 96, 128, 192, 256, 1, 50, 100, 250))
-@pytest.mark.parametrize("seqlen", (1, 128, 300))
-@pytest.mark.parametrize("kind", ("contiguous", "heads first", "sliced"))
+@pytest.mark.parametrize("columns", [64, 96, 128, 192, 256, 1, 50, 100, 250])
+@pytest.mark.parametrize("seqlen", [1, 128, 300])
+@pytest.mark.parametrize("kind", ["contiguous", "heads first", "sliced"])
 def test_transposed_values(kind: str, seqlen: int, columns: int) -> None:
     generator = torch.Generator(device="cuda").manual_seed(1)
     raw = torch.randint(0, 256, (2, seqlen, 3, columns + 5), generator=generator, device="cuda", dtype=torch.uint8)

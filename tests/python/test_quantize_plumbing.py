@@ -30,7 +30,8 @@ def test_call(module: FakeModule) -> None:
         (k.data_ptr(), 257 * 144, 144, 72),
         (v.data_ptr(), 257 * 208, 208, 104),
     ]
-    assert call["outputs"] == tuple(x.data_ptr() for x in found if x is not None) and 0 not in call["outputs"]
+    assert call["outputs"] == tuple(x.data_ptr() for x in found if x is not None)
+    assert 0 not in call["outputs"]
     assert call["signs"] == signs.data_ptr()
     assert call["sizes"] == (2, 4, 2, 130, 257, 72, 104, -1, -1)
     assert (call["columns"], call["q_block"], call["stream"]) == ((96, 128), 1, module.stream)
@@ -44,21 +45,23 @@ def test_call(module: FakeModule) -> None:
     assert [x.dtype for x in (found.q, found.k, found.v)] == [torch.int8, torch.int8, torch.float8_e4m3fn]
 
 
-@pytest.mark.parametrize(("options", "flags"), (({}, 0), ({"smooth_k": True}, 2), ({"center_v": True}, 4)))
+@pytest.mark.parametrize(("options", "flags"), [({}, 0), ({"smooth_k": True}, 2), ({"center_v": True}, 4)])
 def test_what_a_recipe_lacks_is_null(module: FakeModule, options: dict[str, bool], flags: int) -> None:
     found = quantize(*inputs(), **options)  # type: ignore[arg-type]
     (call,) = module.quantize_calls
     assert (call["flags"], call["signs"], call["format"], call["q_block"]) == (flags, 0, module.E4M3, 128)
     assert [address == 0 for address in call["outputs"][6:]] == [x is None for x in found[6:]]
-    assert found.q_scale.shape == (2, 4, 2) and found.q.dtype == torch.float8_e4m3fn
+    assert found.q_scale.shape == (2, 4, 2)
+    assert found.q.dtype == torch.float8_e4m3fn
 
 
 def test_rows_that_are_not_contiguous_are_copied(module: FakeModule) -> None:
-    q, k, v = inputs()
+    q, _, v = inputs()
     spread = torch.zeros(2, 257, 2, 144, dtype=torch.bfloat16)[..., ::2]
     quantize(q, spread, v)
     address, *strides = module.quantize_calls[0]["tensors"][1]
-    assert address != spread.data_ptr() and strides == [257 * 144, 144, 72]
+    assert address != spread.data_ptr()
+    assert strides == [257 * 144, 144, 72]
 
 
 def test_transposition(module: FakeModule) -> None:
@@ -81,12 +84,12 @@ def test_computed_head_dims() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    (
+    [
         ({"qk_format": "e5m2"}, "qk_format is 'e5m2'"),
         ({"q_block": 64}, "q_block is 64"),
         ({"signs": torch.ones(72)}, r"signs is torch.float32 \(72,\): it must be float32 \(96,\)"),
         ({"signs": torch.ones(96, dtype=torch.float64)}, "signs is torch.float64"),
-    ),
+    ],
 )
 def test_refusals(module: FakeModule, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -38,3 +38,32 @@ function(flashhopper_generate_instances out)
   file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/generated/${ARG_LIST}" CONTENT "${lines}" @ONLY)
   set(${out} "${instances}" PARENT_SCOPE)
 endfunction()
+
+# flashhopper_generate_quantizer(<out>): one .cu for each element type, quantize_<element>.cu, with the kernels of every
+# computed head dimension that FLASHHOPPER_HEAD_DIMS keeps, and generated/flashhopper_quantize_instances.inc, the same
+# list for quantize_dispatch.cpp. They are small: together they compile faster than apart.
+function(flashhopper_generate_quantizer out)
+  set(instances)
+  set(lines "// Written by cmake/instances.cmake: the quantiser's kernels in this build.\n")
+  foreach(FLASHHOPPER_ELEMENT IN LISTS FLASHHOPPER_DTYPES)
+    set(FLASHHOPPER_QUANTIZE_KERNELS "")
+    string(APPEND lines "FLASHHOPPER_SUMS(${FLASHHOPPER_ELEMENT})\n")
+    foreach(head_dim 64 96 128 192 256)
+      if(NOT FLASHHOPPER_HEAD_DIMS OR head_dim IN_LIST FLASHHOPPER_HEAD_DIMS)
+        string(APPEND FLASHHOPPER_QUANTIZE_KERNELS "FLASHHOPPER_ROWS(${head_dim})\n")
+        string(APPEND lines "FLASHHOPPER_ROWS(${head_dim}, ${FLASHHOPPER_ELEMENT})\n")
+      endif()
+      # Rows of 192 columns may come with values of 128.
+      if(NOT FLASHHOPPER_HEAD_DIMS OR head_dim IN_LIST FLASHHOPPER_HEAD_DIMS
+          OR (head_dim EQUAL 128 AND 192 IN_LIST FLASHHOPPER_HEAD_DIMS))
+        string(APPEND FLASHHOPPER_QUANTIZE_KERNELS "FLASHHOPPER_VALUES(${head_dim})\n")
+        string(APPEND lines "FLASHHOPPER_VALUES(${head_dim}, ${FLASHHOPPER_ELEMENT})\n")
+      endif()
+    endforeach()
+    set(instance "${PROJECT_BINARY_DIR}/instances/quantize_${FLASHHOPPER_ELEMENT}.cu")
+    configure_file("${PROJECT_SOURCE_DIR}/cpp/src/quantize_instance.cu.in" "${instance}" @ONLY)
+    list(APPEND instances "${instance}")
+  endforeach()
+  file(CONFIGURE OUTPUT "${PROJECT_BINARY_DIR}/generated/flashhopper_quantize_instances.inc" CONTENT "${lines}" @ONLY)
+  set(${out} "${instances}" PARENT_SCOPE)
+endfunction()

@@ -18,12 +18,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tensor core GEMM, TMA load, TMA store, addition to floats in memory, in bulk or four at a time: a kernel that lost one
-# of them still computes, but is no longer this design.
+# Tensor core GEMM, TMA load, TMA store, asynchronous copy to shared memory, addition to floats in memory, in bulk or
+# four at a time: a kernel that lost one of them still computes, but is no longer this design.
 COUNTED = {
     "HGMMA": "HGMMA",
     "UTMALDG": "UTMALDG",
     "UTMASTG": "UTMASTG",
+    "LDGSTS": "LDGSTS",
     "RED": r"UBLKRED\.G\.S\.ADD\.F32\b|REDG?\.E\.ADD\.F32x4\b",
 }
 REQUIRED = {
@@ -31,8 +32,15 @@ REQUIRED = {
     "backward_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "RED"),
     "preprocess_kernel": (),
     "postprocess_kernel": (),
+    "column_sums_kernel": (),
+    "column_means_kernel": (),
+    "quantize_rows_kernel": ("LDGSTS",),
+    "quantize_values_kernel": ("LDGSTS",),
+    "transpose_values_kernel": (),
 }
 MAIN_KERNELS = {"forward": "forward_kernel", "backward": "backward_kernel"}
+# Of the quantiser's files, which hold several kernels each.
+QUANTIZE_KERNELS = {"quantize": "quantize_rows_kernel", "quantize_common": "transpose_values_kernel"}
 LOCAL_MEMORY = r"(LDL|STL)\b"
 PRODUCER_STACK = 16
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
@@ -66,6 +74,19 @@ def instance_logs(build: Path, direction: str) -> dict[str, str]:
     for config, element in re.findall(r"\((\w+), (\w+)\)", listing):
         log = build / f"CMakeFiles/flashhopper_kernels.dir/instances/{config}_{element}.cu.o.ptxas"
         logs[f"{config}_{element}"] = log.read_text() if log.exists() else ""
+    return logs
+
+
+def quantize_logs(build: Path) -> dict[str, dict[str, str]]:
+    """Kind of file -> instance name -> its ptxas log, for the quantiser of every element type that this build lists."""
+    listing = (build / "generated/flashhopper_quantize_instances.inc").read_text()
+    objects = build / "CMakeFiles/flashhopper_kernels.dir"
+    files = {f"quantize_{element}": "instances" for element in re.findall(r"SUMS\((\w+)\)", listing)}
+    logs: dict[str, dict[str, str]] = {kind: {} for kind in QUANTIZE_KERNELS}
+    for name, folder in {**files, "quantize_common": "cpp/src"}.items():
+        log = objects / folder / f"{name}.cu.o.ptxas"
+        kind = name if name in QUANTIZE_KERNELS else "quantize"
+        logs[kind][name] = log.read_text() if log.exists() else ""
     return logs
 
 
@@ -152,19 +173,19 @@ def check_kernel(kernel: str, code: Code, stack: int, spills: int) -> list[str]:
     return problems
 
 
-def check_instance(instance: str, direction: str, log: str, kernels: dict[str, Code]) -> list[str]:
+def check_instance(instance: str, main_kernel: str, log: str, kernels: dict[str, Code]) -> list[str]:
     problems = [f"ptxas says {line.strip()}" for line in log.splitlines() if re.search(r"\(C\d+\)", line)]
     seen = set()
     for mangled, stack, spills, registers in ptxas_entries(log):
-        found = re.search(r"\d([a-z_]+_kernel)I", mangled)  # the name behind its length, before its arguments
+        found = re.search(r"\d([a-z_]+_kernel)[IE]", mangled)  # the name behind its length, before its arguments
         kernel = found[1] if found else mangled
         seen.add(kernel)
         code = kernels.get(mangled, [])
         counts = [count(code, pattern) for pattern in COUNTED.values()]
         print(f"{f'{instance} {kernel}':50}" + "".join(f"{n:>10}" for n in (registers, spills, *counts, len(code))))
         problems += [f"{kernel}: {problem}" for problem in check_kernel(kernel, code, stack, spills)]
-    if MAIN_KERNELS[direction] not in seen:
-        problems.append(f"no {MAIN_KERNELS[direction]} in its ptxas log")
+    if main_kernel not in seen:
+        problems.append(f"no {main_kernel} in its ptxas log")
     return [f"{instance}: {problem}" for problem in problems]
 
 
@@ -172,9 +193,11 @@ def check_kernels(build: Path, library: Path) -> list[str]:
     kernels = parse_sass(disassemble(library))
     print(f"{'instance and kernel':50}" + "".join(f"{n:>10}" for n in ("registers", "spills", *COUNTED, "SASS")))
     problems = []
-    for direction in MAIN_KERNELS:
-        for instance, log in instance_logs(build, direction).items():
-            problems += check_instance(instance, direction, log, kernels)
+    logs = {kernel: instance_logs(build, direction) for direction, kernel in MAIN_KERNELS.items()}
+    logs |= {QUANTIZE_KERNELS[kind]: found for kind, found in quantize_logs(build).items()}
+    for main_kernel, instances in logs.items():
+        for instance, log in instances.items():
+            problems += check_instance(instance, main_kernel, log, kernels)
     return problems
 
 

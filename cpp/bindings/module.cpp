@@ -196,6 +196,68 @@ void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse,
   check(status);
 }
 
+// Flags of quantize; engine/hopper_quantize.py and engine/hopper_fp8.py have them too.
+enum { kRotate = 1, kSmoothK = 2, kCenterV = 4 };
+
+// outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean.
+void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 9> const& outputs, intptr_t signs,
+              Sizes const& sizes, std::array<int64_t, 2> const& columns, int dtype, int format, int flags, int q_block,
+              intptr_t stream) {
+  flashhopper_quantize_params params{};
+  flashhopper_tensor* const targets[] = {&params.q, &params.k, &params.v};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    *targets[i] = {reinterpret_cast<void*>(tensors[i][0]), tensors[i][1], tensors[i][2], tensors[i][3]};
+  }
+  auto const floats = [&](size_t i) { return reinterpret_cast<float*>(outputs[i]); };
+  params.q8 = reinterpret_cast<void*>(outputs[0]);
+  params.k8 = reinterpret_cast<void*>(outputs[1]);
+  params.v8 = reinterpret_cast<void*>(outputs[2]);
+  params.q_scale = floats(3);
+  params.k_scale = floats(4);
+  params.v_scale = floats(5);
+  params.lse_shift = (flags & kSmoothK) != 0 ? floats(6) : nullptr;
+  params.k_mean = (flags & kSmoothK) != 0 ? floats(7) : nullptr;
+  params.v_mean = (flags & kCenterV) != 0 ? floats(8) : nullptr;
+  params.signs = (flags & kRotate) != 0 ? reinterpret_cast<float const*>(signs) : nullptr;
+  params.batch = sizes[0];
+  params.heads = sizes[1];
+  params.kv_heads = sizes[2];
+  params.seqlen_q = sizes[3];
+  params.seqlen_k = sizes[4];
+  params.head_dim = sizes[5];
+  params.head_dim_v = sizes[6];
+  params.columns = columns[0];
+  params.columns_v = columns[1];
+  params.q_block = q_block;
+  params.dtype = dtype;
+  params.format = format;
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_quantize(&params);
+  }
+  check(status);
+}
+
+void transpose_values(Tensor const& v, intptr_t v8, int64_t batch, int64_t kv_heads, int64_t seqlen_k,
+                      int64_t head_dim_v, intptr_t stream) {
+  flashhopper_quantize_params params{};
+  params.v = {reinterpret_cast<void*>(v[0]), v[1], v[2], v[3]};
+  params.v8 = reinterpret_cast<void*>(v8);
+  params.batch = batch;
+  params.kv_heads = kv_heads;
+  params.seqlen_k = seqlen_k;
+  params.head_dim_v = head_dim_v;
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_transpose_values(&params);
+  }
+  check(status);
+}
+
 // 8-bit attention of contiguous tensors; addresses, 0 for what the recipe lacks: q, k, v, q_scale, k_scale, v_scale,
 // lse_shift, v_mean. columns: of q and k, and of v. blocks: rows of one scale of q, k and v.
 void forward8(std::array<intptr_t, 8> const& addresses, Tensor const& out, intptr_t lse, intptr_t workspace,
@@ -281,6 +343,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward_plan", &backward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
              py::arg("deterministic"), py::arg("num_sms"));
   module.def("backward", &backward);
+  module.def("quantize", &quantize);
+  module.def("transpose_values", &transpose_values);
   module.def("forward8_configs", [] { return configs(flashhopper_forward8_get_config); });
   module.def("forward8_plan", &forward8_plan, py::arg("sizes"), py::arg("format"), py::arg("dtype"),
              py::arg("sm_margin"), py::arg("num_sms"));

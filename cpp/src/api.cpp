@@ -1,5 +1,6 @@
 // The C ABI: thin wrappers that keep exceptions and C++ types inside the library.
-// Before it: cpp/bindings/module.cpp. After it: forward_dispatch.cpp, backward_dispatch.cpp.
+// Before it: cpp/bindings/module.cpp. After it: forward_dispatch.cpp, backward_dispatch.cpp,
+// quantize_dispatch.cpp.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -99,4 +100,12 @@ int flashhopper_backward_get_plan(flashhopper_backward_params const* params, int
 
 int flashhopper_backward_get_config(int index, flashhopper_plan* row) {
   return guarded([&] { return describe_backward_config(index, row); });
+}
+
+int flashhopper_quantize(flashhopper_quantize_params const* params) {
+  return guarded([&] { return dispatch_quantize(*params); });
+}
+
+int flashhopper_transpose_values(flashhopper_quantize_params const* params) {
+  return guarded([&] { return dispatch_transpose_values(*params); });
 }

@@ -18,5 +18,7 @@ flashhopper_status describe_backward_config(int index, flashhopper_plan* plan);
 flashhopper_status dispatch_forward(flashhopper_forward_params const& params);
 flashhopper_status dispatch_forward8(flashhopper_forward8_params const& params);
 flashhopper_status dispatch_backward(flashhopper_backward_params const& params);
+flashhopper_status dispatch_quantize(flashhopper_quantize_params const& params);
+flashhopper_status dispatch_transpose_values(flashhopper_quantize_params const& params);
 
 }  // namespace flashhopper

@@ -79,6 +79,26 @@ def forward8(
     dtype: int,  # of out: FP16 or BF16
     softmax_scale: float,
     sm_margin: int,
+def quantize(
+    tensors: Sequence[tuple[int, int, int, int]],  # q, k, v: address; batch, row, head stride
+    outputs: Sequence[int],  # q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean; 0: not wanted
+    signs: int,  # of float32 (columns,); 0: no rotation
+    sizes: Sizes,  # the window is not read
+    columns: tuple[int, int],  # computed head dimensions
+    dtype: int,
+    format: int,
+    flags: int,  # 1 rotate, 2 smooth_k, 4 center_v
+    q_block: int,
+    stream: int,
+    /,
+) -> None: ...
+def transpose_values(
+    v: tuple[int, int, int, int],  # address; batch, row, head stride in bytes
+    v8: int,
+    batch: int,
+    kv_heads: int,
+    seqlen_k: int,
+    head_dim_v: int,
     stream: int,
     /,
 ) -> None: ...

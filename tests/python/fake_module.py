@@ -28,6 +28,11 @@ CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
 BACKWARD_PARAMETERS = (
     *("tensors", "lse", "dlse", "workspace", "sizes", "softmax_scale", "dtype", "sm_margin", "deterministic", "stream"),
 )
+# The parameters of _C.quantize and of _C.transpose_values.
+QUANTIZE_PARAMETERS = (
+    *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "q_block", "stream"),
+)
+TRANSPOSE_PARAMETERS = ("v", "v8", "batch", "kv_heads", "seqlen_k", "head_dim_v", "stream")
 BACKWARD_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 SIZES = (
     *("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"),
@@ -40,7 +45,7 @@ Rows = tuple[tuple[int, int], ...]
 class FakeModule:
     """Records the calls; head sizes as in the real table."""
 
-    FP16, BF16 = 0, 1
+    FP16, BF16, E4M3, INT8 = 0, 1, 2, 3
     rows: Rows = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
     backward_rows: Rows = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))
 
@@ -48,6 +53,8 @@ class FakeModule:
         self.calls: list[dict[str, float]] = []
         self.backward_calls: list[dict[str, Any]] = []
         self.backward_plans: list[tuple[object, ...]] = []
+        self.quantize_calls: list[dict[str, Any]] = []
+        self.transpose_calls: list[dict[str, Any]] = []
         self.prepared = 0
         self.error: Exception | None = None
         self.workspaces = 0
@@ -117,6 +124,12 @@ class FakeModule:
         if self.error is not None:
             raise self.error
         self.backward_calls.append(call)
+
+    def quantize(self, *arguments: Any) -> None:
+        self.quantize_calls.append(dict(zip(QUANTIZE_PARAMETERS, arguments, strict=True)))
+
+    def transpose_values(self, *arguments: Any) -> None:
+        self.transpose_calls.append(dict(zip(TRANSPOSE_PARAMETERS, arguments, strict=True)))
 
     def prepare_forward(self, *arguments: float) -> Callable[..., None]:
         assert len(arguments) == len(PREPARE_PARAMETERS)

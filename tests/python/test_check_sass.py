@@ -14,6 +14,8 @@ NAMES = {
     "backward_kernel": "15backward_kernelINS_14BackwardTraitsILi1EN7cutlass6half_tEEEEEvNS_12BackwardArgsE",
     "preprocess_kernel": "17preprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
     "postprocess_kernel": "18postprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
+    "quantize_rows_kernel": "20quantize_rows_kernelIN7cutlass10bfloat16_tELi64ELb0ELb1EEEvNS_8RowsArgsE",
+    "transpose_values_kernel": "23transpose_values_kernelENS_10ValuesArgsEi",
 }
 NAMES = {kernel: f"_ZN11flashhopper{name}" for kernel, name in NAMES.items()}
 SCORES_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
@@ -37,6 +39,8 @@ GOOD = {
     "backward_kernel": [HGMMA, RED, *TMA],
     "preprocess_kernel": ["LDG.E.128.CONSTANT R4, desc[UR4][R2.64]"],
     "postprocess_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
+    "quantize_rows_kernel": ["LDGSTS.E.BYPASS.128 [R3], desc[UR8][R6.64], P3"],
+    "transpose_values_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
 }
 
 
@@ -85,6 +89,11 @@ def build(tmp_path: Path) -> Path:
         listing = f"// Written by hand.\nFLASHHOPPER_INSTANCE({direction}_row, bf16)\n"
         (tmp_path / f"generated/flashhopper_{direction}_instances.inc").write_text(listing)
         (logs / f"{direction}_row_bf16.cu.o.ptxas").write_text(ptxas_log(*kernels))
+    (tmp_path / "generated/flashhopper_quantize_instances.inc").write_text("FLASHHOPPER_SUMS(bf16)\n")
+    (logs / "quantize_bf16.cu.o.ptxas").write_text(ptxas_log("quantize_rows_kernel"))
+    common = logs.parent / "cpp/src/quantize_common.cu.o.ptxas"
+    common.parent.mkdir(parents=True)
+    common.write_text(ptxas_log("transpose_values_kernel"))
     return tmp_path
 
 
@@ -122,6 +131,18 @@ def test_additions_to_memory(script: ModuleType, build: Path, monkeypatch: pytes
     assert problems(script, build, monkeypatch, backward_kernel=[HGMMA, RED_OF_FOUR, *TMA]) == []
     (problem,) = problems(script, build, monkeypatch, backward_kernel=[HGMMA, RED_OF_ONE, *TMA])
     assert problem == "backward_row_bf16: backward_kernel: no RED in its SASS"
+
+
+def test_the_quantiser(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (problem,) = problems(script, build, monkeypatch, quantize_rows_kernel=["LDG.E.128 R4, desc[UR4][R2.64]"])
+    assert problem == "quantize_bf16: quantize_rows_kernel: no LDGSTS in its SASS"
+    common = build / "CMakeFiles/flashhopper_kernels.dir/cpp/src/quantize_common.cu.o.ptxas"
+    common.write_text(ptxas_log("transpose_values_kernel", spills=8))
+    (problem,) = problems(script, build, monkeypatch)
+    assert problem.startswith("quantize_common: transpose_values_kernel: 0 bytes of stack, 16 bytes of spills")
+    common.unlink()
+    (problem,) = problems(script, build, monkeypatch)
+    assert problem == "quantize_common: no transpose_values_kernel in its ptxas log"
 
 
 def test_local_memory(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:

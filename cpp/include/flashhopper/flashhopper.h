@@ -26,8 +26,8 @@ typedef enum {
 typedef enum {
   FLASHHOPPER_FP16 = 0,
   FLASHHOPPER_BF16 = 1,
-  FLASHHOPPER_E4M3 = 2,
-  FLASHHOPPER_INT8 = 3
+  FLASHHOPPER_E4M3 = 2,  // OCP 8-bit float, 4 exponent and 3 mantissa bits, up to 448
+  FLASHHOPPER_INT8 = 3,
 } flashhopper_dtype;
 
 // One tensor of shape (batch, seqlen, heads, head_dim), last dimension contiguous. Strides count elements.
@@ -103,6 +103,35 @@ typedef struct {
   void* stream;           // cudaStream_t
 } flashhopper_backward_params;
 
+// 16-bit q, k, v to 8 bits for flashhopper_forward8: value = data * scale, a scale for each block of 128 rows (Q: or
+// for each row). D and Dv are the computed head dimensions, the next of 64, 96, 128, 192, 256; columns that head_dim
+// lacks are zeros. Before they are scaled, keys lose their mean (k_mean not null), values theirs (v_mean), and then
+// queries and keys are multiplied by the signs and by a Hadamard matrix, on aligned blocks of D columns (of 32 where D
+// is 96, of 64 where it is 192), over the root of its size (signs not null). scale = max(amax, 1e-12) / 448 for e4m3, /
+// 127 for int8. Every bit of the result is the same in every run.
+typedef struct {
+  flashhopper_tensor q;  // (batch, seqlen_q, heads,    head_dim)
+  flashhopper_tensor k;  // (batch, seqlen_k, kv_heads, head_dim)
+  flashhopper_tensor v;  // (batch, seqlen_k, kv_heads, head_dim_v)
+  const float* signs;    // (D), +1 or -1; null: no rotation
+  // All below contiguous and 16-byte aligned; every element is written.
+  void* q8;        // (batch, seqlen_q, heads, D)
+  void* k8;        // (batch, seqlen_k, kv_heads, D)
+  void* v8;        // (batch, kv_heads, Dv, keys) e4m3, keys = seqlen_k rounded up to 128; position 4c + e of an
+                   // aligned group of 16 holds key 2c + e (e < 2) or 6 + 2c + e of it; zeros past the end
+  float* q_scale;  // (batch, heads, ceil(seqlen_q / q_block))
+  float *k_scale, *v_scale;  // (batch, kv_heads, ceil(seqlen_k / 128))
+  float* lse_shift;          // (batch, heads, seqlen_q): q . k_mean, neither rotated; null exactly where k_mean is
+  float* k_mean;             // (batch, kv_heads, D), or null
+  float* v_mean;             // (batch, kv_heads, Dv), or null
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int64_t columns, columns_v;  // D and Dv, as the caller allocated them; others than the computed ones are refused
+  int32_t q_block;             // rows of Q that share a scale: 1 or 128
+  int32_t dtype;               // flashhopper_dtype of q, k and v
+  int32_t format;              // FLASHHOPPER_E4M3 or FLASHHOPPER_INT8: of q8 and k8
+  void* stream;                // cudaStream_t
+} flashhopper_quantize_params;
+
 // What a call will do; filled without touching a device.
 typedef struct {
   char config[64];                               // the row of the config table, e.g. "fwd_hd128_m128_n160"
@@ -136,6 +165,10 @@ FLASHHOPPER_API int flashhopper_forward8_get_plan(const flashhopper_forward8_par
 FLASHHOPPER_API int flashhopper_backward(const flashhopper_backward_params* params);
 FLASHHOPPER_API int flashhopper_backward_get_plan(const flashhopper_backward_params* params, int num_sms,
                                                   flashhopper_plan* plan);
+FLASHHOPPER_API int flashhopper_quantize(const flashhopper_quantize_params* params);
+// Values that are e4m3 already into the layout of flashhopper_quantize's v8: of params it reads v (strides in bytes),
+// v8, batch, kv_heads, seqlen_k, head_dim_v (any up to 256) and stream.
+FLASHHOPPER_API int flashhopper_transpose_values(const flashhopper_quantize_params* params);
 // The config rows that this build has a kernel for, in one dtype at least; FLASHHOPPER_INVALID_ARGUMENT past the end.
 FLASHHOPPER_API int flashhopper_forward_get_config(int index, flashhopper_plan* row);
 FLASHHOPPER_API int flashhopper_forward8_get_config(int index, flashhopper_plan* row);

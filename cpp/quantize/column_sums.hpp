@@ -1,0 +1,68 @@
+// Means of the columns of K and V over their keys, in two stages whose order of additions never changes: sums of chunks
+// of rows, then the sum of those. This is the first stage, for one
+// element type. Before it: launch.hpp; after it: column_means.hpp.
+#pragma once
+
+#include "quantize/io.hpp"
+
+namespace flashhopper {
+
+inline constexpr int kSumThreads = 256;
+
+template <class Element>
+FLASHHOPPER_DEVICE uint4 load_vector(Element const* from, bool is_aligned) {
+  if (is_aligned) return *reinterpret_cast<uint4 const*>(from);
+  auto const* const halves = reinterpret_cast<uint16_t const*>(from);
+  uint32_t words[4];
+  FLASHHOPPER_UNROLL
+  for (int i = 0; i < 4; ++i) words[i] = halves[2 * i] | static_cast<uint32_t>(halves[2 * i + 1]) << 16;
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// One CTA a chunk of rows of one head; a thread sums 8 columns of every `groups`-th row.
+template <class Element>
+__global__ void __launch_bounds__(kSumThreads) column_sums_kernel(__grid_constant__ MeansArgs const args) {
+  __shared__ float sums[kSumThreads * 8];
+  int const k_chunks = args.operands[0].batch_heads * args.operands[0].chunks;
+  bool const is_v = static_cast<int>(blockIdx.x) >= k_chunks;
+  MeansOperand const& operand = args.operands[is_v];
+  QuantizeTask const at(static_cast<int>(blockIdx.x) - (is_v ? k_chunks : 0), operand.heads, operand.chunks);
+  int const vectors = operand.columns / 8, groups = kSumThreads / vectors;
+  int const thread = static_cast<int>(threadIdx.x), group = thread / vectors, column = thread % vectors * 8;
+  int const begin = at.block * operand.chunk_rows, end = min_of(begin + operand.chunk_rows, operand.seqlen);
+  float sum[8] = {};
+  if (group < groups && column < operand.source.head_dim) {
+    Element const* const base = source_row<Element>(operand.source, at.batch, 0, at.head) + column;
+    constexpr int kInFlight = 8;
+    for (int row = begin + group; row < end; row += kInFlight * groups) {
+      uint4 raw[kInFlight];
+      FLASHHOPPER_UNROLL
+      for (int i = 0; i < kInFlight; ++i) {
+        int const position = row + i * groups;
+        raw[i] = uint4{0, 0, 0, 0};
+        if (position < end) {
+          raw[i] = load_vector(base + position * operand.source.row_stride, operand.source.vectors != 0);
+        }
+      }
+      FLASHHOPPER_UNROLL
+      for (int i = 0; i < kInFlight; ++i) {
+        float x[8];
+        unpack_vector<Element>(raw[i], x);
+        FLASHHOPPER_UNROLL
+        for (int j = 0; j < 8; ++j) sum[j] += x[j];
+      }
+    }
+  }
+  if (group < groups) {
+    FLASHHOPPER_UNROLL
+    for (int j = 0; j < 8; ++j) sums[group * operand.columns + column + j] = sum[j];
+  }
+  __syncthreads();
+  if (thread >= operand.columns) return;
+  float total = 0.f;
+  for (int g = 0; g < groups; ++g) total += sums[g * operand.columns + thread];
+  int64_t const batch_head = int64_t{at.batch} * operand.heads + at.head;
+  operand.sums[(batch_head * operand.chunks + at.block) * operand.columns + thread] = total;
+}
+
+}  // namespace flashhopper

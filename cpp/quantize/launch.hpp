@@ -1,0 +1,51 @@
+// Launches of the quantiser for one element type. Before it: src/quantize_dispatch.cpp, which filled the arguments.
+// After it: rows.hpp, values.hpp, column_sums.hpp.
+#pragma once
+
+#include "core/launch.hpp"
+#include "quantize/column_sums.hpp"
+#include "quantize/rows.hpp"
+#include "quantize/values.hpp"
+
+namespace flashhopper {
+
+template <class Element, int kDim>
+cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStream_t stream) {
+  using Shape = RowsShape<kDim>;
+  int const tasks = args.operands[0].tasks + args.operands[1].tasks;
+  if (tasks == 0) return cudaSuccess;
+  int const grid = min_of(tasks, Shape::kCtas * num_sms);
+  void* parameters[] = {const_cast<RowsArgs*>(&args)};
+  auto const run = [&]<bool kSmooth, bool kRotate>() {
+    return launch<quantize_rows_kernel<Element, kDim, kSmooth, kRotate>>(grid, Shape::kThreads, parameters,
+                                                                         Shape::kSmemBytes, device, stream);
+  };
+  if (args.operands[0].mean != nullptr) {
+    return args.signs != nullptr ? run.template operator()<true, true>() : run.template operator()<true, false>();
+  }
+  return args.signs != nullptr ? run.template operator()<false, true>() : run.template operator()<false, false>();
+}
+
+template <class Element, int kDim>
+cudaError_t launch_values(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream) {
+  using Shape = ValuesShape<kDim>;
+  if (args.tasks == 0) return cudaSuccess;
+  int const grid = min_of(args.tasks, Shape::kCtas * num_sms);
+  void* parameters[] = {const_cast<ValuesArgs*>(&args)};
+  auto const run = [&]<bool kCenter>() {
+    return launch<quantize_values_kernel<Element, kDim, kCenter>>(grid, Shape::kThreads, parameters, Shape::kSmemBytes,
+                                                                  device, stream);
+  };
+  return args.mean != nullptr ? run.template operator()<true>() : run.template operator()<false>();
+}
+
+template <class Element>
+cudaError_t launch_column_sums(MeansArgs const& args, int device, cudaStream_t stream) {
+  int grid = 0;
+  for (MeansOperand const& operand : args.operands) grid += operand.batch_heads * operand.chunks;
+  if (grid == 0) return cudaSuccess;
+  void* parameters[] = {const_cast<MeansArgs*>(&args)};
+  return launch<column_sums_kernel<Element>>(grid, kSumThreads, parameters, 0, device, stream);
+}
+
+}  // namespace flashhopper

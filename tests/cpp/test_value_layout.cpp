@@ -1,0 +1,90 @@
+// The order of the keys of quantised values: a bijection, the order of a score accumulator's registers, and transposed
+// tiles that lose no byte and split no 16-byte vector; head dimensions as computed.
+#include <vector>
+
+#include "check.hpp"
+#include "core/softmax.hpp"
+#include "core/value_layout.hpp"
+
+using namespace flashhopper;
+
+namespace {
+
+void keys() {
+  std::vector<int> hits(kValueGroup, 0);
+  for (int position = 0; position < kValueGroup; ++position) {
+    int const key = value_key(position);
+    if (CHECK(key >= 0 && key < kValueGroup)) ++hits[key];
+    CHECK(value_position(key) == position);
+  }
+  for (int count : hits) CHECK(count == 1);
+}
+
+// Thread c of a quad holds columns accumulator_column(i) + 2c of its row; accumulator_row(i) is 0 for i % 4 < 2. The
+// 8-bit A operand wants its positions 4c .. 4c+3 of every 16.
+void accumulator_order() {
+  for (int group = 0; group < 8; ++group) {
+    for (int c = 0; c < 4; ++c) {
+      int e = 0;
+      for (int i = 8 * group; i < 8 * group + 8; ++i) {
+        if (accumulator_row(i) != 0) continue;
+        CHECK(accumulator_column(i) + 2 * c == kValueGroup * group + value_key(4 * c + e));
+        ++e;
+      }
+      CHECK(e == 4);
+    }
+  }
+}
+
+void tiles() {
+  constexpr int kWords = kScaleBlock / 4;
+  for (int columns : {64, 96, 128, 192, 256}) {
+    std::vector<int> hits(columns * kWords, 0);
+    for (int channel = 0; channel < columns; ++channel) {
+      for (int word = 0; word < kWords; ++word) {
+        int const at = value_tile_word(channel, word);
+        if (CHECK(at >= channel * kWords && at < (channel + 1) * kWords)) ++hits[at];
+        CHECK(at == value_tile_word(channel, word / 4 * 4) + word % 4);
+      }
+    }
+    for (int count : hits) CHECK(count == 1);
+  }
+}
+
+// The writes of a warp of quantize_values_kernel: at most 4 threads meet in a bank.
+void banks() {
+  for (int columns : {64, 96, 128, 192, 256}) {
+    for (int warp = 0; warp < columns / 16; ++warp) {
+      std::vector<int> hits(32, 0);
+      for (int thread = 32 * warp; thread < 32 * warp + 32; ++thread) {
+        int const vectors = columns / 8;
+        CHECK(++hits[value_tile_word(thread % vectors * 8, thread / vectors) % 32] <= 4);
+      }
+    }
+  }
+}
+
+void head_dims() {
+  int const computed[] = {64, 96, 128, 192, 256};
+  for (int head_dim = 1; head_dim <= 256; ++head_dim) {
+    int const columns = computed_head_dim(head_dim);
+    CHECK(columns >= head_dim);
+    for (int other : computed) CHECK(other >= columns || other < head_dim);
+  }
+  CHECK(computed_head_dim(257) == 0);
+  for (int columns : computed) {
+    // The largest power of two that divides it.
+    CHECK(hadamard_block(columns) == (columns & -columns));
+  }
+}
+
+}  // namespace
+
+int main() {
+  keys();
+  accumulator_order();
+  tiles();
+  banks();
+  head_dims();
+  return check::report("value layout");
+}

@@ -159,21 +159,29 @@ struct ScaledSoftmax {
     return rescale;
   }
 
-  // Replaces the scores of row r by probabilities and adds them, without the values' scale, to the rescaled sum.
+  // Replaces the scores of row r by probabilities.
   template <int kElements>
   FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r, float zero, float factor,
-                                            float log2_scale, float rescale) {
+                                            float log2_scale) const {
     float const subtract = zero * factor + (offset(row_max[r]) - log2_scale - kProbabilityBits);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
       if (accumulator_row(e) == r) scores[e] = fast_exp2(scores[e] * factor - subtract);
     }
+  }
+
+  // The row sum of a block's probabilities joins the rescaled sum, without the scale of the block's values.
+  FLASHHOPPER_HOST_DEVICE void add_sum(float sum, int r, float rescale, float log2_scale) {
+    row_sum[r] = row_sum[r] * rescale + sum * fast_exp2(-log2_scale);
+  }
+  template <int kElements>
+  FLASHHOPPER_HOST_DEVICE static float sum_of(float const (&probabilities)[kElements], int r) {
     float sum = 0.f;
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
-      if (accumulator_row(e) == r) sum += scores[e];
+      if (accumulator_row(e) == r) sum += probabilities[e];
     }
-    row_sum[r] = row_sum[r] * rescale + sum * fast_exp2(-log2_scale);
+    return sum;
   }
 
   // As OnlineSoftmax's.

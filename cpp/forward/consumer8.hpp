@@ -15,6 +15,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
   static constexpr int kPart = Traits::kPartColumns / 2;  // floats of a part of P V in one thread
+  // The sums of its rows follow where the product brings them.
+  static constexpr bool kSumsByProduct = Traits::kSumColumns > 0;
   static constexpr bool kOverlaps = Traits::kConfig.overlap;
   // What an integer score starts from, and the same bits as a float.
   static constexpr uint32_t kZeroBits = 0x4B400000u;
@@ -27,19 +29,19 @@ struct Consumer8 : ForwardConsumer<Traits> {
     Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup][0]), typename Traits::LayoutQ{});  // (64, D, q_stages)
     Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::LayoutK{});             // (N, D, stages)
     Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::LayoutVt{});           // (Dv, N, stages)
-    Tensor sVt_parts = local_tile(sVt, Shape<Int<Traits::kPartColumns>, Int<Traits::kTileN>, Int<Traits::kStages>>{},
+    Tensor sVt_parts = local_tile(sVt, Shape<Int<Traits::kPartColumns + Traits::kSumColumns>, Int<Traits::kTileN>, Int<Traits::kStages>>{},
                                   make_coord(_, 0, 0));                // (part, N, stages, parts)
     Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);   // (MMA, 1, D/32, q_stages)
     Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);   // (MMA, 1, D/32, stages)
     Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt_parts);  // (MMA, 1, N/32, stages, parts)
 
     float scores[kScores];
-    float part[kPart];
+    float part[kPart + Traits::kSumColumns / 2];
     float outputs[kOutputs];
     uint32_t probabilities[kScores / 4];
     Tensor tSrS = make_tensor(make_rmem_ptr(reinterpret_cast<typename Traits::Score*>(scores)),
                               partition_shape_C(mma_qk, Shape<_64, Int<Traits::kTileN>>{}));
-    Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<Traits::kPartColumns>>{}));
+    Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<Traits::kPartColumns + Traits::kSumColumns>>{}));
     Tensor tOrP = make_tensor(make_rmem_ptr(reinterpret_cast<element::e4m3*>(probabilities)),
                               ProbabilityLayout8<Traits::kTileN>{});
 
@@ -87,6 +89,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       BlockRange const blocks = visited_blocks<Traits>(args, tile);
       ScaledSoftmax softmax;
       float q_factor[kRowsPerThread], rescale[kRowsPerThread];
+      float scale_in_flight = 0.f;  // log2 of the scale of the values that the product in flight or due has
       FLASHHOPPER_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
       FLASHHOPPER_UNROLL
@@ -104,17 +107,28 @@ struct Consumer8 : ForwardConsumer<Traits> {
         float raised[kRowsPerThread];
         raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
         raised[1] = softmax.raise_max(scores, 1, kZero, factor[1], log2_scale);
-        softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale, raised[0]);
+        softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale);
         this->release_after(storage.k_empty, at_k, scores[0]);
-        softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale, raised[1]);
+        softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale);
         between();
-        rescale[0] = raised[0];
-        rescale[1] = raised[1];
+        FLASHHOPPER_UNROLL
+        for (int r = 0; r < kRowsPerThread; ++r) {
+          if constexpr (!kSumsByProduct) softmax.add_sum(softmax.sum_of(scores, r), r, raised[r], log2_scale);
+          rescale[r] = raised[r];
+        }
+        scale_in_flight = log2_scale;
         pack_probabilities(scores, probabilities);
+      };
+      auto add_sums = [&] {
+        if constexpr (kSumsByProduct) {
+          FLASHHOPPER_UNROLL
+          for (int r = 0; r < kRowsPerThread; ++r) softmax.add_sum(part[kPart + 2 * r], r, rescale[r], scale_in_flight);
+        }
       };
       auto finish_pv = [&](auto in_flight) {
         warpgroup_wait<decltype(in_flight)::value>();
         add_part(0, rescale);
+        add_sums();
         this->release(storage.v_empty, at_v);
       };
       // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
@@ -129,6 +143,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
           warpgroup_wait<0>();
           add_part(p, rescale);
         }
+        add_sums();
         this->release(storage.v_empty, at);
       };
 

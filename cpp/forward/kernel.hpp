@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_con
     storage.init_barriers();
     fence_barrier_init();
   }
+  if constexpr (Traits::kSumColumns > 0) storage.fill_sum_columns();
   __syncthreads();
 
   int const warpgroup = cutlass::canonical_warp_group_idx();

@@ -14,7 +14,7 @@ struct ForwardStorage {
 
   alignas(1024) Element q[Traits::kWarpgroups][Traits::kQStages][kQueryElements];
   alignas(1024) Element k[Traits::kStages][Traits::kTileN * Traits::kHeadDim];
-  alignas(1024) ElementV v[Traits::kStages][Traits::kTileN * Traits::kHeadDimV];
+  alignas(1024) ElementV v[Traits::kStages][Traits::kTileN * Traits::kRowsVt];
 
   // Arrives: TMA through the loading warp. Waits: the consumer warpgroup.
   Barrier q_full[Traits::kWarpgroups][Traits::kQStages];
@@ -34,6 +34,18 @@ struct ForwardStorage {
   Tile tile[kTileSlots];  // block < 0: no more work
   // 8 bits alone: the scales of the key block in a slot of K, and of the values that belong to it. There with K.
   float2 scales[Traits::kStages];
+
+  // The columns that sum probabilities: the first all ones, the others zeros. TMA never writes them.
+  FLASHHOPPER_DEVICE void fill_sum_columns() {
+    constexpr int kBytes = Traits::kTileN * Traits::kSumColumns;
+    constexpr uint32_t kOnes = 0x38383838u;  // e4m3
+    for (int i = static_cast<int>(threadIdx.x); i < Traits::kStages * kBytes / 4; i += Traits::kThreads) {
+      int const stage = i / (kBytes / 4), word = i % (kBytes / 4);
+      auto* const columns = reinterpret_cast<uint32_t*>(v[stage] + Traits::kTileN * Traits::kHeadDimV);
+      columns[word] = word < Traits::kTileN / 4 ? kOnes : 0;
+    }
+    fence_async_shared();
+  }
 
   FLASHHOPPER_DEVICE void init_barriers() {
     constexpr int kConsumerWarps = Traits::kWarpgroups * 4;

@@ -27,6 +27,8 @@ struct ForwardTraits {
   static constexpr int kQStages = kConfig.q_stages;
   static constexpr int kWarpgroups = consumer_warpgroups(kConfig);
   static constexpr int kThreads = threads(kConfig);
+  static constexpr int kSumColumns = 0;
+  static constexpr int kRowsVt = kHeadDimV;
   static constexpr int kBoxColumns = box_columns(kHeadDim);
   static constexpr int kBoxColumnsV = box_columns(kHeadDimV);
 

@@ -35,20 +35,22 @@ struct Forward8Traits {
   static constexpr int kBoxColumns = box_columns(kHeadDim, 1);
   static constexpr int kPartColumns = kConfig.partial_columns;
   static constexpr int kParts = kHeadDimV / kPartColumns;
+  static constexpr int kSumColumns = sum_columns(kConfig);
+  static constexpr int kRowsVt = kHeadDimV + kSumColumns;
   static_assert(127 * 127 * kHeadDim < (1 << 22), "an integer score would leave the float's mantissa");
 
   using LayoutQ = TileLayout<Element, kWarpgroupRows, kHeadDim, kQStages>;  // (64, head_dim, q_stages)
   using LayoutK = TileLayout<Element, kTileN, kHeadDim, kStages>;           // (tile_n, head_dim, stages)
-  using LayoutVt = TileLayout<ElementV, kHeadDimV, kTileN, kStages>;        // (head_dim_v, tile_n, stages)
+  using LayoutVt = TileLayout<ElementV, kRowsVt, kTileN, kStages>;          // (head_dim_v + sum, tile_n, stages)
 
   using MmaQK = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, Score,
                                  cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDim>>>()));
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<ElementV, ElementV, float,
-                                 cute::Shape<cute::_64, cute::Int<kPartColumns>, cute::Int<kTileN>>>()));
+                                 cute::Shape<cute::_64, cute::Int<kPartColumns + kSumColumns>, cute::Int<kTileN>>>()));
   static_assert(cute::size<1>(typename MmaQK::AtomShape_MNK{}) == kTileN, "Q K^T must be one instruction wide");
-  static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kPartColumns, "P V must be one instruction wide");
+  static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kPartColumns + kSumColumns, "P V must be one instruction wide");
 };
 
 }  // namespace flashhopper

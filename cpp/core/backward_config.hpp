@@ -44,8 +44,9 @@ inline constexpr int kBackwardConsumerRegisters = 240;
 static_assert(kBackwardProducerRegisters + kBackwardWarpgroups * kBackwardConsumerRegisters ==
               (kBackwardWarpgroups + 1) * 168);
 
-// Tiles of scores that pass through shared memory: two of dS, and where columns are shared two of P.
-constexpr int exchange_tiles(BackwardConfig const& config) { return config.share == Share::kKeys ? 2 : 4; }
+// Tiles of scores that pass through shared memory. By keys three of dS, so that the warpgroups may be a step apart; by
+// columns two of dS and two of P.
+constexpr int exchange_tiles(BackwardConfig const& config) { return config.share == Share::kKeys ? 3 : 4; }
 
 // 16-bit elements of one TMA box row. Where warpgroups share columns, half of the head dimension is whole boxes.
 constexpr int box_columns(BackwardConfig const& config, int head_dim) {

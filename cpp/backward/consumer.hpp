@@ -142,6 +142,13 @@ struct BackwardConsumer {
     if (lane == 0) storage.dq_full[warpgroup].arrive();
   }
 
+  // One arrival a warp: what it wrote to shared memory is visible to TMA and wgmma.
+  FLASHHOPPER_DEVICE void announce(Barrier& full) const {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) full.arrive();
+  }
+
   // dK (scaled) and dV of this warpgroup to the slots of K and V, in 16 bits. Nobody reads those any more.
   template <class MmaDk, class MmaDv, class SharedDk, class SharedDv>
   FLASHHOPPER_DEVICE void hand_over(MmaDk const& mma_dk, float (&dk)[kOwn], SharedDk&& sdk, MmaDv const& mma_dv,

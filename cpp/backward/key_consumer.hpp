@@ -104,6 +104,8 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < Base::kOwnV; ++e) dv[e] = 0.f;
 
+    // The dS ring takes this tile's dS once the last tile's dK has left it.
+    storage.end.dk_empty.wait(phase ^ 1);
     storage.k_full.wait(phase);
     storage.v_full.wait(phase);
     if (count > 0) {
@@ -166,15 +168,33 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       storage.ds_full[last.slot].wait(last.phase);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tPrP);
-      issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, last.slot), tQrK, tQrQ);
+      issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, last.slot), recomputed(tQrK), tQrQ);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tQrQ);
+      this->release(storage.end.k_empty);
       this->write_dq(dq, at.slot ^ 1);
       this->hand_over_dq();
+    } else {
+      this->release(storage.end.k_empty);
     }
-    // All of K is read for dQ by both warpgroups, V only by the owner of its rows.
+    // dV goes to this warpgroup's rows of V, which nobody else reads; dK to a tile of the dS ring that is at rest, so
+    // that the next K is already on its way.
+    uint32_t packed_dv[Base::kOwnV / 2];
+    pack_all<Element>(dv, packed_dv);
+    this->stage(mma_dv, packed_dv, sV_own);
+    this->announce(storage.end.dv_full);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < Base::kOwn; ++e) dk[e] *= args.softmax_scale;
+    uint32_t packed_dk[Base::kOwn / 2];
+    pack_all<Element>(dk, packed_dk);
+    int const last_ds = at_ds.before().slot;
+    if (warpgroup == 0 && thread == 0) storage.end.last_ds = last_ds;
+    Element* const own = storage.exchange[dk_tile(last_ds, warpgroup)];
+    this->stage(mma_dk, packed_dk, make_tensor(make_smem_ptr(own), typename Traits::LayoutOwnDk{})(_, _, _0{}));
+    this->announce(storage.end.dk_full);
+    // Costs nothing, the next K waits for both warpgroups; without a barrier ptxas holds the ring positions of all
+    // steps in registers of every thread.
     named_barrier_sync<kBackwardWarpgroups * kWarpgroupThreads>(kTurnOfWarpgroup);
-    this->hand_over(mma_dk, dk, sK_own, mma_dv, dv, sV_own);
   }
 };
 

@@ -7,6 +7,23 @@
 
 namespace flashhopper {
 
+// By keys: the tile of the dS ring that takes a warpgroup's dK, given the one that the tile's last dS still occupies.
+FLASHHOPPER_DEVICE int dk_tile(int last_ds, int warpgroup) { return (last_ds + 1 + warpgroup) % 3; }
+
+// By keys: how a tile ends.
+struct KeyTileEnd {
+  // Arrives: each consumer warp, when its part of dV, or of dK, is staged; after its last dQ of the tile. Waits: the
+  // key warp.
+  Barrier dv_full;
+  Barrier dk_full;
+  Barrier k_empty;
+  // Arrives: the key warp, when dK has left. Waits: both consumer warpgroups, before they write dS there.
+  Barrier dk_empty;
+  int last_ds;  // where in its ring the last dS of the tile lies; written before dk_full
+};
+// By columns nothing of it.
+struct NoTileEnd {};
+
 template <class Traits>
 struct BackwardStorage {
   using Element = typename Traits::Element;
@@ -35,7 +52,8 @@ struct BackwardStorage {
   // Arrives: TMA through the key warp. Waits: both consumer warpgroups.
   Barrier k_full;
   Barrier v_full;
-  // Arrives: each consumer warp, when its part of dK and dV lies in the slots of K and V. Waits: the key warp.
+  // By columns only. Arrives: each consumer warp, when its part of dK and dV lies in the slots of K and V. Waits: the
+  // key warp.
   Barrier gradients_full;
   // By columns. Arrives: each warp of the warpgroup that writes the tile (P: 0, dS: 1). Waits: the other one, for dS
   // both. By keys, of dS alone: all consumer warps arrive, each for its part, and wait. That a tile may be written
@@ -53,6 +71,7 @@ struct BackwardStorage {
   Barrier tile_empty[kTileSlots];
 
   Tile tile[kTileSlots];  // block < 0: no more work
+  [[no_unique_address]] std::conditional_t<Traits::kByKeys, KeyTileEnd, NoTileEnd> end;
 
   FLASHHOPPER_DEVICE void init_barriers() {
     for (int s = 0; s < Traits::kQStages; ++s) {
@@ -70,6 +89,12 @@ struct BackwardStorage {
     k_full.init(1);
     v_full.init(1);
     gradients_full.init(kConsumerWarps);
+    if constexpr (Traits::kByKeys) {
+      end.dv_full.init(kConsumerWarps);
+      end.dk_full.init(kConsumerWarps);
+      end.k_empty.init(kConsumerWarps);
+      end.dk_empty.init(1);
+    }
     for (int s = 0; s < 2; ++s) p_full[s].init(4);
     for (int s = 0; s < kDsTiles; ++s) ds_full[s].init(Traits::kByKeys ? kConsumerWarps : 4);
     for (int s = 0; s < kTileSlots; ++s) {

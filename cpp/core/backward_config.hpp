@@ -53,6 +53,11 @@ constexpr int box_columns(BackwardConfig const& config, int head_dim) {
   return head_dim % (config.share == Share::kKeys ? 64 : 128) == 0 ? 64 : 32;
 }
 
+// dK of a tile leaves as the warpgroups stage it: by keys each its own rows.
+constexpr int dk_box_rows(BackwardConfig const& config) {
+  return config.share == Share::kKeys ? config.tile_n / kBackwardWarpgroups : config.tile_n;
+}
+
 // dQ of a step leaves each warpgroup through one slot, in one part or, where that is whole boxes of K, in halves of its
 // columns.
 constexpr int dq_parts(BackwardConfig const& config) {

@@ -16,8 +16,9 @@ struct TensorView {
 };
 
 struct BackwardArgs {
-  CUtensorMap q, dout;       // boxes of tile_m rows
-  CUtensorMap k, v, dk, dv;  // boxes of tile_n rows
+  CUtensorMap q, dout;   // boxes of tile_m rows
+  CUtensorMap k, v, dv;  // boxes of tile_n rows
+  CUtensorMap dk;        // boxes of dk_box_rows() rows
   // Workspace, one chunk for each (batch, head, query block of tile_m rows).
   float* dq_sum;    // tile_m * head_dim floats a chunk, in the order of the consumers' registers (core/dq_layout.hpp)
   float* lse_log2;  // tile_m a chunk: lse * log2(e); +inf for rows that see nothing or do not exist

@@ -88,7 +88,21 @@ struct BackwardConsumer {
     }
   }
 
-  // dS^T = P^T (dP^T - delta); replaces dP^T. P as it enters dV: its float registers are free by now.
+  // dS^T = P^T (dP^T - delta) and P^T as operands of dK and dV. P enters dS as it was computed, in float: rounded
+  // first, it would add as much error to dq and dk as the rounding of dS itself.
+  FLASHHOPPER_DEVICE void differentiate(float const (&probabilities)[kScores], float const (&gradients)[kScores],
+                                        ColumnValues const& delta, uint32_t (&packed_p)[kScores / 2],
+                                        uint32_t (&packed_ds)[kScores / 2]) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; e += 2) {
+      float2 const d = delta[e / 4];
+      packed_ds[e / 2] =
+          pack<Element>(probabilities[e] * (gradients[e] - d.x), probabilities[e + 1] * (gradients[e + 1] - d.y));
+      packed_p[e / 2] = pack<Element>(probabilities[e], probabilities[e + 1]);
+    }
+  }
+
+  // The same where P was handed over by the other warpgroup, rounded; replaces dP^T.
   FLASHHOPPER_DEVICE void differentiate(float (&gradients)[kScores], uint32_t const (&probabilities)[kScores / 2],
                                         ColumnValues const& delta) const {
     FLASHHOPPER_UNROLL
@@ -126,6 +140,13 @@ struct BackwardConsumer {
     fence_async_shared();
     __syncwarp();
     if (lane == 0) storage.dq_full[warpgroup].arrive();
+  }
+
+  // One arrival a warp: what it wrote to shared memory is visible to TMA and wgmma.
+  FLASHHOPPER_DEVICE void announce(Barrier& full) const {
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) full.arrive();
   }
 
   // dK (scaled) and dV of this warpgroup to the slots of K and V, in 16 bits. Nobody reads those any more.

@@ -6,15 +6,29 @@
 
 namespace flashhopper {
 
+// The same descriptors of an operand in shared memory, computed anew where they are used: held through the loop, those
+// of K, V and K^T would cost the registers of 24 values that it does not have. The volatile keeps the compiler from
+// holding them.
+template <class Fragment>
+FLASHHOPPER_DEVICE auto recomputed(Fragment const& fragment) {
+  auto descriptor = fragment.data();
+  asm volatile("mov.b32 %0, %1;" : "=r"(descriptor.desc_.reg32_[0]) : "r"(fragment.data().desc_.reg32_[0]));
+  return cute::make_tensor(descriptor, fragment.layout());
+}
+
 template <class Traits>
 struct KeyConsumer : BackwardConsumer<Traits> {
   using Base = BackwardConsumer<Traits>;
   using Element = typename Traits::Element;
   using Base::args, Base::storage, Base::warpgroup, Base::thread;
 
-  // Where Q, dO and dS^T of a step stand in their rings of two: one position for all three, registers are few.
-  static_assert(Traits::kQStages == 2 && Traits::kDoutStages == 2 && Traits::kExchangeTiles == 2);
+  // Where Q and dO of a step stand in their rings of two: one position for both, registers are few. dS^T has a ring of
+  // three, in which the warpgroups may be a step apart.
+  static_assert(Traits::kQStages == 2 && Traits::kDoutStages == 2 && Traits::kExchangeTiles == 3);
   RingPosition<2> at;
+  RingPosition<3> at_ds;
+  // Whether registers allow delta to be loaded while dP is on its way.
+  static constexpr bool kDeltaEarly = Base::kScores <= 32;
 
   FLASHHOPPER_DEVICE void run() {
     TileReader<BackwardStorage<Traits>> reader{storage};
@@ -27,6 +41,16 @@ struct KeyConsumer : BackwardConsumer<Traits> {
   }
 
  private:
+  // Makes this warpgroup's part of dS visible to wgmma and to the other warpgroup, and the dQ written before it to the
+  // warp that adds it: one fence, which takes hundreds of clocks, for both.
+  FLASHHOPPER_DEVICE void publish(Barrier& ds_full, bool has_dq) const {
+    fence_async_shared();
+    __syncwarp();
+    if (this->lane != 0) return;
+    ds_full.arrive();
+    if (has_dq) storage.dq_full[warpgroup].arrive();
+  }
+
   FLASHHOPPER_DEVICE void differentiate_tile(Tile const& tile, uint32_t phase) {
     using namespace cute;
     int const block = tile.block;
@@ -48,10 +72,10 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     // Own rows of K, V, dS^T; own part of dQ: half of its columns, or of its rows.
     Tensor sK_own = local_tile(sK, Shape<_64, Int<Traits::kHeadDim>>{}, make_coord(warpgroup, 0));
     Tensor sV_own = local_tile(sV, Shape<_64, Int<Traits::kHeadDimV>>{}, make_coord(warpgroup, 0));
-    Tensor sDS_own = local_tile(sDS, Shape<_64, Int<Traits::kTileM>, _2>{}, make_coord(warpgroup, 0, 0));
+    Tensor sDS_own = local_tile(sDS, Shape<_64, Int<Traits::kTileM>, _3>{}, make_coord(warpgroup, 0, 0));
     constexpr bool kSplitColumns = dq_splits_columns(Traits::kTileM);
     Tensor sDSt_own =
-        local_tile(sDSt, Shape<_64, Int<Traits::kTileN>, _2>{}, make_coord(kSplitColumns ? 0 : warpgroup, 0, 0));
+        local_tile(sDSt, Shape<_64, Int<Traits::kTileN>, _3>{}, make_coord(kSplitColumns ? 0 : warpgroup, 0, 0));
     Tensor sKt_own = local_tile(sKt, Shape<Int<Traits::kDqColumns>, Int<Traits::kTileN>>{},
                                 make_coord(kSplitColumns ? warpgroup : 0, 0));
 
@@ -80,6 +104,8 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < Base::kOwnV; ++e) dv[e] = 0.f;
 
+    // The dS ring takes this tile's dS once the last tile's dK has left it.
+    storage.end.dk_empty.wait(phase ^ 1);
     storage.k_full.wait(phase);
     storage.v_full.wait(phase);
     if (count > 0) {
@@ -90,53 +116,85 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
+      bool has_last = false;
       for (int left = count; left > 0; --left) {
+        // Scores have arrived, their gradient is being computed.
         this->mask_step(scores, block, m, warpgroup * kWarpgroupRows + this->thread_row);
         typename Base::ColumnValues columns;
         this->load_columns(columns, storage.lse_log2[at.slot]);
         this->exponentiate(scores, columns);
-        pack_all<Element>(scores, packed_p);
+        if constexpr (kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tPrP);
+        if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
+        this->differentiate(scores, gradients, columns, packed_p, packed_ds);
+        // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
+        // multiplied with the dS of three steps ago, whose place this step's takes.
+        auto const last = at_ds.before();
+        if (has_last) storage.ds_full[last.slot].wait(last.phase);
+        this->stage(mma_s, packed_ds, sDS_own(_, _, at_ds.slot));
+        // dQ goes one step late, so that nobody waits for the other warpgroup's dS of the same step: one multiplies
+        // while the other one exponentiates. The dQ that the first step computes is of whatever lies there, and so are
+        // the scores and their gradient that the last step computes; nobody looks at them: a wgmma under a condition
+        // would cost every step more.
+        issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, last.slot), recomputed(tQrK), tQrQ);
         issue_gemm<Accumulate::kAdd>(mma_dv, tVrP, tVrDO(_, _, _, at.slot), tVrV);
-        this->load_columns(columns, storage.delta[at.slot]);
-        this->differentiate(gradients, packed_p, columns);
-        pack_all<Element>(gradients, packed_ds);
-        this->stage(mma_s, packed_ds, sDS_own(_, _, at.slot));
         issue_gemm<Accumulate::kAdd>(mma_dk, tKrDS, tKrQ(_, _, _, at.slot), tKrK);
-        fence_async_shared();
-        // dS of both warpgroups is there. It also tells that the other one has finished with this tile's turn before
-        // last, whose dQ it waited for a step ago.
-        named_barrier_sync<kBackwardWarpgroups * kWarpgroupThreads>(kTurnOfWarpgroup);
-        warpgroup_wait<1>();  // dV: its operand's registers are needed now
-        issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, at.slot), tQrK, tQrQ);
-        // The next step's scores keep the tensor cores busy while this step's dQ leaves. After the last step they are
-        // of whatever lies there, and nobody looks at them: a wgmma under a condition would cost every step more.
+        warpgroup_wait<2>();
+        warpgroup_fence_operand(tQrQ);
+        // Written while dV and dK are computed, which leave shared memory half of its time.
+        if (has_last) this->write_dq(dq, at.slot ^ 1);  // one part a step: the position is the parity
+        publish(storage.ds_full[at_ds.slot], has_last);
         auto next = at;
         next.advance();
         if (left > 1) storage.q_full[next.slot].wait(next.phase);
-        issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, next.slot), tSrS);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tVrV);
-        warpgroup_fence_operand(tKrK);
-        warpgroup_fence_operand(tQrQ);
-        this->release(storage.q_empty[at.slot]);
+        issue_gemm<Accumulate::kFresh>(mma_s, recomputed(tSrK), tSrQ(_, _, _, next.slot), tSrS);
         this->release(storage.dout_empty[at.slot]);
-        this->write_dq(dq, at.slot);  // one part a step: the position is the parity
+        if (left > 1) storage.dout_full[next.slot].wait(next.phase);
+        warpgroup_wait<1>();
+        warpgroup_fence_operand(tKrK);
+        issue_gemm<Accumulate::kFresh>(mma_dp, recomputed(tPrV), tPrDO(_, _, _, next.slot), tPrP);
+        this->release(storage.q_empty[at.slot]);
         at = next;
-        if (left > 1) storage.dout_full[at.slot].wait(at.phase);
-        issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
-        this->hand_over_dq();
+        at_ds.advance();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
         m = this->next_step(block, m);
+        has_last = true;
       }
+      auto const last = at_ds.before();
+      storage.ds_full[last.slot].wait(last.phase);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tPrP);
+      issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, last.slot), recomputed(tQrK), tQrQ);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tQrQ);
+      this->release(storage.end.k_empty);
+      this->write_dq(dq, at.slot ^ 1);
+      this->hand_over_dq();
+    } else {
+      this->release(storage.end.k_empty);
     }
-    // All of K is read for dQ by both warpgroups, V only by the owner of its rows.
+    // dV goes to this warpgroup's rows of V, which nobody else reads; dK to a tile of the dS ring that is at rest, so
+    // that the next K is already on its way.
+    uint32_t packed_dv[Base::kOwnV / 2];
+    pack_all<Element>(dv, packed_dv);
+    this->stage(mma_dv, packed_dv, sV_own);
+    this->announce(storage.end.dv_full);
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < Base::kOwn; ++e) dk[e] *= args.softmax_scale;
+    uint32_t packed_dk[Base::kOwn / 2];
+    pack_all<Element>(dk, packed_dk);
+    int const last_ds = at_ds.before().slot;
+    if (warpgroup == 0 && thread == 0) storage.end.last_ds = last_ds;
+    Element* const own = storage.exchange[dk_tile(last_ds, warpgroup)];
+    this->stage(mma_dk, packed_dk, make_tensor(make_smem_ptr(own), typename Traits::LayoutOwnDk{})(_, _, _0{}));
+    this->announce(storage.end.dk_full);
+    // Costs nothing, the next K waits for both warpgroups; without a barrier ptxas holds the ring positions of all
+    // steps in registers of every thread.
     named_barrier_sync<kBackwardWarpgroups * kWarpgroupThreads>(kTurnOfWarpgroup);
-    this->hand_over(mma_dk, dk, sK_own, mma_dv, dv, sV_own);
   }
 };
 

@@ -68,7 +68,51 @@ FLASHHOPPER_DEVICE void produce_output_gradients(BackwardArgs const& args, Backw
   }
 }
 
-// K and V stay for the whole tile; dK and dV leave from where they lay.
+// By keys: the next V is fetched once dV, which is staged in its place, has left; the next K as soon as the last dQ of
+// the tile has been computed, while dK leaves from the dS ring.
+template <class Traits>
+FLASHHOPPER_DEVICE void serve_keys_early(BackwardArgs const& args, BackwardStorage<Traits>& storage) {
+  TileReader<BackwardStorage<Traits>> reader{storage};
+  Tile tile, next;
+  auto const load_k = [&](Tile const& of) {
+    tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
+        args.k, storage.k_full, L2Hint::kEvictFirst, storage.k, of.block * Traits::kTileN, of.head, of.batch);
+  };
+  auto const load_v = [&](Tile const& of) {
+    tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+        args.v, storage.v_full, L2Hint::kEvictFirst, storage.v, of.block * Traits::kTileN, of.head, of.batch);
+  };
+  bool has_next = reader.next(next);
+  if (!has_next) return;
+  load_k(next);
+  load_v(next);
+  uint32_t phase = 0;
+  while (has_next) {
+    tile = next;
+    int const row = tile.block * Traits::kTileN;
+    has_next = reader.next(next);
+    storage.end.k_empty.wait(phase);
+    if (has_next) load_k(next);
+    storage.end.dv_full.wait(phase);
+    tma_store_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(args.dv, storage.v, row, tile.head,
+                                                                            tile.batch);
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();
+    if (has_next) load_v(next);
+    storage.end.dk_full.wait(phase);
+#pragma unroll 1
+    for (int w = 0; w < kBackwardWarpgroups; ++w) {
+      tma_store_tile<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
+          args.dk, storage.exchange[dk_tile(storage.end.last_ds, w)], row + w * kWarpgroupRows, tile.head, tile.batch);
+    }
+    cute::tma_store_arrive();
+    cute::tma_store_wait<0>();
+    storage.end.dk_empty.arrive();
+    phase ^= 1;
+  }
+}
+
+// By columns: K and V stay for the whole tile; dK and dV leave from where they lay.
 template <class Traits>
 FLASHHOPPER_DEVICE void serve_keys_and_gradients(BackwardArgs const& args, BackwardStorage<Traits>& storage) {
   TileReader<BackwardStorage<Traits>> reader{storage};
@@ -135,7 +179,11 @@ FLASHHOPPER_DEVICE void produce(BackwardArgs const& args, BackwardStorage<Traits
   if (!cute::elect_one_sync()) return;
   if (warp == 0) produce_queries<Traits>(args, storage);
   if (warp == 1) produce_output_gradients<Traits>(args, storage);
-  if (warp == 2) serve_keys_and_gradients<Traits>(args, storage);
+  if constexpr (Traits::kByKeys) {
+    if (warp == 2) serve_keys_early<Traits>(args, storage);
+  } else {
+    if (warp == 2) serve_keys_and_gradients<Traits>(args, storage);
+  }
   if (warp == 3) add_query_gradients<Traits>(args, storage);
 }
 

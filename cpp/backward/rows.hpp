@@ -41,43 +41,58 @@ union Pack {
 };
 
 template <class Element>
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, 3)
     preprocess_kernel(__grid_constant__ BackwardArgs const args, int tile_m, int head_dim) {
   Chunk const chunk(args);
   int const thread = static_cast<int>(threadIdx.x);
-  // Sixteen threads a row, eight elements each.
-  constexpr int kLanes = 16, kRows = kRowThreads / kLanes;
-  int const lane = thread % kLanes;
-  for (int r = thread / kLanes; r < tile_m; r += kRows) {
-    int const position = chunk.m * tile_m + r;
-    bool const exists = position < args.mask.seqlen_q;
-    float sum = 0.f;
-    if (exists) {
-      Element const* const out = chunk.row<Element const>(args.out, position);
-      Element const* const dout = chunk.row<Element const>(args.dout_plain, position);
-      for (int c = lane * 8; c < args.head_dim_v; c += kLanes * 8) {
-        Pack<Element> o, d;
-        o.bits = *reinterpret_cast<uint4 const*>(out + c);
-        d.bits = *reinterpret_cast<uint4 const*>(dout + c);
-        FLASHHOPPER_UNROLL
-        for (int i = 0; i < 8; ++i) sum += static_cast<float>(o.elements[i]) * static_cast<float>(d.elements[i]);
-      }
-    }
-    FLASHHOPPER_UNROLL
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
-    if (lane == 0) {
-      constexpr float kLog2e = 1.44269504088896340736f;
-      int64_t const source = (int64_t{chunk.batch} * args.heads + chunk.head) * args.mask.seqlen_q + position;
-      int64_t const target = chunk.index * tile_m + r;
-      float const lse = exists ? args.lse[source] : -INFINITY;
-      args.lse_log2[target] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-      args.delta[target] = exists && args.dlse != nullptr ? sum - args.dlse[source] : sum;
-    }
-  }
+  // Stores first: they are on their way while the loads are waited for.
   auto* const zero = reinterpret_cast<float4*>(args.dq_sum + chunk.index * tile_m * head_dim);
   for (int i = thread; i < tile_m * head_dim / 4; i += kRowThreads) zero[i] = float4{0.f, 0.f, 0.f, 0.f};
   if (args.turns != nullptr && thread == 0) args.turns[chunk.index] = 0;
   if (chunk.index == 0 && thread < 2) args.counters[thread] = 0;
+  // Sixteen threads a row, eight elements each; four rows of a thread at once, for that many loads are needed in
+  // flight.
+  constexpr int kLanes = 16, kRows = kRowThreads / kLanes, kAtOnce = 4;
+  int const lane = thread % kLanes;
+  int64_t const first_value = (int64_t{chunk.batch} * args.heads + chunk.head) * args.mask.seqlen_q;
+  for (int first = thread / kLanes; first < tile_m; first += kAtOnce * kRows) {
+    // Lane j finishes row first + j * kRows.
+    int const own = first + lane * kRows, own_position = chunk.m * tile_m + own;
+    bool const has_own = lane < kAtOnce, exists = has_own && own_position < args.mask.seqlen_q;
+    float const lse = exists ? args.lse[first_value + own_position] : -INFINITY;
+    float const dlse = exists && args.dlse != nullptr ? args.dlse[first_value + own_position] : 0.f;
+    float sums[kAtOnce] = {};
+    for (int c = lane * 8; c < args.head_dim_v; c += kLanes * 8) {
+      Pack<Element> o[kAtOnce] = {}, d[kAtOnce] = {};
+      FLASHHOPPER_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        int const position = chunk.m * tile_m + first + j * kRows;
+        if (position >= args.mask.seqlen_q) continue;
+        o[j].bits = *reinterpret_cast<uint4 const*>(chunk.row<Element const>(args.out, position) + c);
+        d[j].bits = *reinterpret_cast<uint4 const*>(chunk.row<Element const>(args.dout_plain, position) + c);
+      }
+      FLASHHOPPER_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {
+        FLASHHOPPER_UNROLL
+        for (int i = 0; i < 8; ++i)
+          sums[j] += static_cast<float>(o[j].elements[i]) * static_cast<float>(d[j].elements[i]);
+      }
+    }
+    float own_sum = 0.f;
+    FLASHHOPPER_UNROLL
+    for (int j = 0; j < kAtOnce; ++j) {
+      FLASHHOPPER_UNROLL
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], offset);
+      }
+      if (lane == j) own_sum = sums[j];
+    }
+    if (has_own) {
+      constexpr float kLog2e = 1.44269504088896340736f;
+      args.lse_log2[chunk.index * tile_m + own] = lse == -INFINITY ? INFINITY : lse * kLog2e;
+      args.delta[chunk.index * tile_m + own] = own_sum - dlse;
+    }
+  }
 }
 
 template <class Element>

@@ -7,17 +7,35 @@
 
 namespace flashhopper {
 
+// By keys: the tile of the dS ring that takes a warpgroup's dK, given the one that the tile's last dS still occupies.
+FLASHHOPPER_DEVICE int dk_tile(int last_ds, int warpgroup) { return (last_ds + 1 + warpgroup) % 3; }
+
+// By keys: how a tile ends.
+struct KeyTileEnd {
+  // Arrives: each consumer warp, when its part of dV, or of dK, is staged; after its last dQ of the tile. Waits: the
+  // key warp.
+  Barrier dv_full;
+  Barrier dk_full;
+  Barrier k_empty;
+  // Arrives: the key warp, when dK has left. Waits: both consumer warpgroups, before they write dS there.
+  Barrier dk_empty;
+  int last_ds;  // where in its ring the last dS of the tile lies; written before dk_full
+};
+// By columns nothing of it.
+struct NoTileEnd {};
+
 template <class Traits>
 struct BackwardStorage {
   using Element = typename Traits::Element;
   static constexpr int kConsumerWarps = kBackwardWarpgroups * 4;
+  static constexpr int kDsTiles = Traits::kByKeys ? Traits::kExchangeTiles : 2;
 
   alignas(1024) Element q[Traits::kQStages][Traits::kTileM * Traits::kHeadDim];
   alignas(1024) Element dout[Traits::kDoutStages][Traits::kTileM * Traits::kHeadDimV];
   // dK and dV are staged here once K and V have been used for the last time.
   alignas(1024) Element k[Traits::kTileN * Traits::kHeadDim];
   alignas(1024) Element v[Traits::kTileN * Traits::kHeadDimV];
-  // By keys: dS^T of two steps. By columns: dS^T of two steps, then P^T of two steps.
+  // By keys: dS^T of three steps. By columns: dS^T of two steps, then P^T of two steps.
   alignas(1024) Element exchange[Traits::kExchangeTiles][Traits::kTileN * Traits::kTileM];
   // dQ of a step, or half of its columns, in the order of the warpgroup's registers.
   alignas(128) float dq[kBackwardWarpgroups][dq_slot_floats(Traits::kConfig)];
@@ -34,13 +52,15 @@ struct BackwardStorage {
   // Arrives: TMA through the key warp. Waits: both consumer warpgroups.
   Barrier k_full;
   Barrier v_full;
-  // Arrives: each consumer warp, when its part of dK and dV lies in the slots of K and V. Waits: the key warp.
+  // By columns only. Arrives: each consumer warp, when its part of dK and dV lies in the slots of K and V. Waits: the
+  // key warp.
   Barrier gradients_full;
-  // By columns only. Arrives: each warp of the warpgroup that writes the tile (P: 0, dS: 1). Waits: the other one, for
-  // dS both. That a tile may be written again needs no barrier: its readers have finished with it before they arrive
-  // for the next step, which its writer waits for.
+  // By columns. Arrives: each warp of the warpgroup that writes the tile (P: 0, dS: 1). Waits: the other one, for dS
+  // both. By keys, of dS alone: all consumer warps arrive, each for its part, and wait. That a tile may be written
+  // again needs no barrier: its readers have finished with it before they arrive for the next step (by keys: the next
+  // but one), which its writer waits for.
   Barrier p_full[2];
-  Barrier ds_full[2];
+  Barrier ds_full[kDsTiles];
   // Arrives: each warp of the consumer warpgroup. Waits: the dQ warp.
   Barrier dq_full[kBackwardWarpgroups];
   // Arrives: the dQ warp, when the slot has been read. Waits: the consumer warpgroup.
@@ -51,6 +71,7 @@ struct BackwardStorage {
   Barrier tile_empty[kTileSlots];
 
   Tile tile[kTileSlots];  // block < 0: no more work
+  [[no_unique_address]] std::conditional_t<Traits::kByKeys, KeyTileEnd, NoTileEnd> end;
 
   FLASHHOPPER_DEVICE void init_barriers() {
     for (int s = 0; s < Traits::kQStages; ++s) {
@@ -68,10 +89,14 @@ struct BackwardStorage {
     k_full.init(1);
     v_full.init(1);
     gradients_full.init(kConsumerWarps);
-    for (int s = 0; s < 2; ++s) {
-      p_full[s].init(4);
-      ds_full[s].init(4);
+    if constexpr (Traits::kByKeys) {
+      end.dv_full.init(kConsumerWarps);
+      end.dk_full.init(kConsumerWarps);
+      end.k_empty.init(kConsumerWarps);
+      end.dk_empty.init(1);
     }
+    for (int s = 0; s < 2; ++s) p_full[s].init(4);
+    for (int s = 0; s < kDsTiles; ++s) ds_full[s].init(Traits::kByKeys ? kConsumerWarps : 4);
     for (int s = 0; s < kTileSlots; ++s) {
       tile_full[s].init(1);
       tile_empty[s].init(kConsumerWarps + 3);

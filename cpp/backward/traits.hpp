@@ -44,6 +44,7 @@ struct BackwardTraits {
   using LayoutK = Tile<kTileN, kHeadDim, 1, kBoxColumns>;                      // (tile_n, head_dim, 1), also of dK
   using LayoutKt = Transposed<kTileN, kHeadDim, 1, kBoxColumns>;               // (head_dim, tile_n, 1)
   using LayoutV = Tile<kTileN, kHeadDimV, 1, kBoxColumnsV>;                    // (tile_n, head_dim_v, 1), also of dV
+  using LayoutOwnDk = Tile<kWarpgroupRows, kHeadDim, 1, kBoxColumns>;          // by keys: dK of one warpgroup
   using LayoutP = Tile<kTileN, kTileM, kExchangeTiles, 64>;                    // (tile_n, tile_m, tiles): P^T or dS^T
   using LayoutPt = Transposed<kTileN, kTileM, kExchangeTiles, 64>;             // (tile_m, tile_n, tiles)
 

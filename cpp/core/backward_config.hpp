@@ -44,12 +44,18 @@ inline constexpr int kBackwardConsumerRegisters = 240;
 static_assert(kBackwardProducerRegisters + kBackwardWarpgroups * kBackwardConsumerRegisters ==
               (kBackwardWarpgroups + 1) * 168);
 
-// Tiles of scores that pass through shared memory: two of dS, and where columns are shared two of P.
-constexpr int exchange_tiles(BackwardConfig const& config) { return config.share == Share::kKeys ? 2 : 4; }
+// Tiles of scores that pass through shared memory. By keys three of dS, so that the warpgroups may be a step apart; by
+// columns two of dS and two of P.
+constexpr int exchange_tiles(BackwardConfig const& config) { return config.share == Share::kKeys ? 3 : 4; }
 
 // 16-bit elements of one TMA box row. Where warpgroups share columns, half of the head dimension is whole boxes.
 constexpr int box_columns(BackwardConfig const& config, int head_dim) {
   return head_dim % (config.share == Share::kKeys ? 64 : 128) == 0 ? 64 : 32;
+}
+
+// dK of a tile leaves as the warpgroups stage it: by keys each its own rows.
+constexpr int dk_box_rows(BackwardConfig const& config) {
+  return config.share == Share::kKeys ? config.tile_n / kBackwardWarpgroups : config.tile_n;
 }
 
 // dQ of a step leaves each warpgroup through one slot, in one part or, where that is whole boxes of K, in halves of its

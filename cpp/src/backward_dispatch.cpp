@@ -178,7 +178,7 @@ flashhopper_status dispatch_backward(flashhopper_backward_params const& p) {
       {{"dout", p.dout, p.batch, p.seqlen_q, p.heads, p.head_dim_v, p.dtype, config.tile_m, columns_v}, &args.dout},
       {{"k", p.k, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, config.tile_n, columns}, &args.k},
       {{"v", p.v, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v}, &args.v},
-      {{"dk", p.dk, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, config.tile_n, columns}, &args.dk},
+      {{"dk", p.dk, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, dk_box_rows(config), columns}, &args.dk},
       {{"dv", p.dv, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v}, &args.dv}};
   for (Operand const& operand : operands) {
     // Without keys there is no main kernel, and K and V may have no storage at all.

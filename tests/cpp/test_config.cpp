@@ -53,6 +53,14 @@ void backward_rows_fit() {
     // The slices of a tile that TMA moves and that warpgroups own are whole boxes.
     int const owners = row.share == Share::kKeys ? 1 : kBackwardWarpgroups;
     for (int head_dim : {row.head_dim, row.head_dim_v}) CHECK(head_dim / owners % box_columns(row, head_dim) == 0);
+    // By keys a warpgroup's dK is staged in one tile of the dS ring, while a third one is still read.
+    if (row.share == Share::kKeys) {
+      CHECK(dk_box_rows(row) * kBackwardWarpgroups == row.tile_n);
+      CHECK(dk_box_rows(row) * row.head_dim <= row.tile_m * row.tile_n);
+      CHECK(exchange_tiles(row) == kBackwardWarpgroups + 1);
+    } else {
+      CHECK(dk_box_rows(row) == row.tile_n);
+    }
   }
   CHECK(find_backward_config("bwd_nothing") == -1);
 }

@@ -28,7 +28,8 @@ COUNTED = {
     "RED": r"UBLKRED\.G\.S\.ADD\.F32\b|REDG?\.E\.ADD\.F32x4\b",
 }
 REQUIRED = {
-    "forward_kernel": ("HGMMA", "UTMALDG", "UTMASTG"),
+    "forward_kernel": ("HGMMA", "UTMALDG"),
+    "forward8_kernel": ("QGMMA", "UTMALDG"),
     "backward_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "RED"),
     "preprocess_kernel": (),
     "postprocess_kernel": (),

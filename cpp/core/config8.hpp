@@ -23,8 +23,8 @@ inline constexpr ForwardConfig kForward8Configs[] = {
 inline constexpr int kForward8ConfigCount = sizeof(kForward8Configs) / sizeof(kForward8Configs[0]);
 
 constexpr bool is_valid8(ForwardConfig const& config) {
-  return is_valid(config) && config.element_bytes == 1 && kScaleBlock % config.tile_n == 0 && config.partial_columns > 0 &&
-         config.head_dim_v % config.partial_columns == 0 &&
+  return is_valid(config) && config.element_bytes == 1 && kScaleBlock % config.tile_n == 0 &&
+         config.partial_columns > 0 && config.head_dim_v % config.partial_columns == 0 &&
          (!config.overlap || config.partial_columns == config.head_dim_v);
 }
 

@@ -18,8 +18,7 @@ using TransposedAtom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_
                                           cute::GMMA::Layout_MN_SW64_Atom<Element>>;
 
 // (rows, head_dim, stages): box after box, kRows rows of kBoxColumns each.
-template <class Element, int kRows, int kHeadDim, int kStages,
-          int kBoxColumns = box_columns(kHeadDim, sizeof(Element))>
+template <class Element, int kRows, int kHeadDim, int kStages, int kBoxColumns = box_columns(kHeadDim, sizeof(Element))>
 using TileLayout = decltype(cute::tile_to_shape(
     RowMajorAtom<Element, kBoxColumns>{}, cute::Shape<cute::Int<kRows>, cute::Int<kHeadDim>, cute::Int<kStages>>{}));
 
@@ -35,8 +34,9 @@ using ProbabilityLayout =
     cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 16>>,
                  cute::Stride<cute::Stride<cute::_1, cute::_2, cute::_4>, cute::_0, cute::_8>>;
 
-// The same in 8 bits, where a thread's operand is four keys in a row and its accumulator two and two: packed in pairs of
-// accumulator groups, registers are in the operand's order if each 16 keys of V stand in the order of value_position.
+// The same in 8 bits, where a thread's operand is four keys in a row and its accumulator two and two: packed in pairs
+// of accumulator groups, registers are in the operand's order if each 16 keys of V stand in the order of
+// value_position.
 template <int kColumns>
 using ProbabilityLayout8 =
     cute::Layout<cute::Shape<cute::Shape<cute::_4, cute::_2, cute::_2>, cute::_1, cute::Int<kColumns / 32>>,

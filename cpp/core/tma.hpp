@@ -18,9 +18,9 @@ enum class L2Hint : uint64_t {
   kEvictLast = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
 };
 
-// Loads rows [row, row + kRows) of one head, columns from first_column, into smem, one box of kBoxColumns after another.
-// Rows and columns outside the tensor arrive as zeros; the barrier always counts the bytes of the full boxes, and
-// more_bytes that other loads bring.
+// Loads rows [row, row + kRows) of one head, columns from first_column, into smem, one box of kBoxColumns after
+// another. Rows and columns outside the tensor arrive as zeros; the barrier always counts the bytes of the full boxes,
+// and more_bytes that other loads bring.
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
 FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem, int row,
                                       int head, int batch, int more_bytes = 0, int first_column = 0) {

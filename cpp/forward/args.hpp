@@ -19,7 +19,7 @@ struct OutputTensor {
 struct ForwardArgs {
   CUtensorMap q, k, v;  // boxes: 64 rows for q (one consumer warpgroup), tile_n rows for k and v
   OutputTensor out;
-  float* lse;  // (batch, heads, seqlen_q)
+  float* lse;                // (batch, heads, seqlen_q)
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
   float softmax_scale_log2;  // softmax_scale * log2(e)
   int group;                 // heads / kv_heads

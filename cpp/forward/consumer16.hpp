@@ -1,5 +1,5 @@
-// A consumer warpgroup of the 16-bit kernels: online-softmax attention of 64 query rows against the streamed key blocks.
-// Before it: consumer.hpp, which it builds on. Its partner: producer.hpp. After it: epilogue.hpp.
+// A consumer warpgroup of the 16-bit kernels: online-softmax attention of 64 query rows against the streamed key
+// blocks. Before it: consumer.hpp, which it builds on. Its partner: producer.hpp. After it: epilogue.hpp.
 #pragma once
 
 #include "core/gemm.hpp"
@@ -39,8 +39,8 @@ struct Consumer16 : ForwardConsumer<Traits> {
     auto issue_qk = [&] {
       issue_gemm<Accumulate::kFresh>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
-    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a wgmma
-    // under a condition would make ptxas serialise them all.
+    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a
+    // wgmma under a condition would make ptxas serialise them all.
     auto start_tile = [&] {
       if (slot >= 0) {
         storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);

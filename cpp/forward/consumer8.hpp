@@ -29,10 +29,11 @@ struct Consumer8 : ForwardConsumer<Traits> {
     Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup][0]), typename Traits::LayoutQ{});  // (64, D, q_stages)
     Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::LayoutK{});             // (N, D, stages)
     Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::LayoutVt{});           // (Dv, N, stages)
-    Tensor sVt_parts = local_tile(sVt, Shape<Int<Traits::kPartColumns + Traits::kSumColumns>, Int<Traits::kTileN>, Int<Traits::kStages>>{},
-                                  make_coord(_, 0, 0));                // (part, N, stages, parts)
-    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);   // (MMA, 1, D/32, q_stages)
-    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);   // (MMA, 1, D/32, stages)
+    Tensor sVt_parts = local_tile(
+        sVt, Shape<Int<Traits::kPartColumns + Traits::kSumColumns>, Int<Traits::kTileN>, Int<Traits::kStages>>{},
+        make_coord(_, 0, 0));                                                // (part, N, stages, parts)
+    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);         // (MMA, 1, D/32, q_stages)
+    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);         // (MMA, 1, D/32, stages)
     Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt_parts);  // (MMA, 1, N/32, stages, parts)
 
     float scores[kScores];
@@ -41,7 +42,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
     uint32_t probabilities[kScores / 4];
     Tensor tSrS = make_tensor(make_rmem_ptr(reinterpret_cast<typename Traits::Score*>(scores)),
                               partition_shape_C(mma_qk, Shape<_64, Int<Traits::kTileN>>{}));
-    Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<Traits::kPartColumns + Traits::kSumColumns>>{}));
+    Tensor tOrO = make_tensor(make_rmem_ptr(part),
+                              partition_shape_C(mma_pv, Shape<_64, Int<Traits::kPartColumns + Traits::kSumColumns>>{}));
     Tensor tOrP = make_tensor(make_rmem_ptr(reinterpret_cast<element::e4m3*>(probabilities)),
                               ProbabilityLayout8<Traits::kTileN>{});
 
@@ -56,8 +58,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
       constexpr Accumulate kMode = Traits::kIntegerScores ? Accumulate::kAdd : Accumulate::kFresh;
       issue_gemm<kMode>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
-    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a wgmma
-    // under a condition would make ptxas serialise them all.
+    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a
+    // wgmma under a condition would make ptxas serialise them all.
     auto start_tile = [&] {
       if (slot >= 0) {
         storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
@@ -71,7 +73,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV(_, _, _, slot, p), tOrO);
     };
     // O of part p = rescale * O + the product just finished.
-    auto add_part = [&](int p, float const (&rescale)[kRowsPerThread]) {
+    auto add_part = [&](int p, float const(&rescale)[kRowsPerThread]) {
       warpgroup_fence_operand(tOrO);
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kPart; ++e) {
@@ -136,8 +138,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
         auto at = at_k.before();
         FLASHHOPPER_UNROLL
         for (int p = 0; p < Traits::kParts; ++p) {
-          // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the additions
-          // of a part until the next is under way, and runs out of registers.
+          // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the
+          // additions of a part until the next is under way, and runs out of registers.
           storage.v_full[at.slot].wait(at.phase);
           issue_pv(at.slot, p);
           warpgroup_wait<0>();
@@ -240,6 +242,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       float const* const mean = args.v_mean + kv_head_of(args, tile) * args.v_mean_columns + this->thread_column;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kOutputs; e += 4) {
+        if (accumulator_column(e) >= args.v_mean_columns) break;  // V may be stored narrower than it is computed
         float2 const two = *reinterpret_cast<float2 const*>(mean + accumulator_column(e));
         FLASHHOPPER_UNROLL
         for (int r = 0; r < kRowsPerThread; ++r) {

@@ -35,9 +35,9 @@ FLASHHOPPER_DEVICE void transpose_quad(uint32_t (&registers)[4], int lane) {
   }
 }
 
-// Writes 32 columns of the two rows of a thread, from the 16 floats that the accumulator holds of them. A quad has a row
-// in pieces of two columns, eight columns apart; exchanged among its threads they become 16 bytes in each, so that a
-// warp writes 64 contiguous bytes of eight rows. This goes past shared memory because the slot of the queries is then
+// Writes 32 columns of the two rows of a thread, from the 16 floats that the accumulator holds of them. A quad has a
+// row in pieces of two columns, eight columns apart; exchanged among its threads they become 16 bytes in each, so that
+// a warp writes 64 contiguous bytes of eight rows. This goes past shared memory because the slot of the queries is then
 // free as soon as their last scores are done.
 template <class Element>
 FLASHHOPPER_DEVICE void store_columns(ForwardArgs const& args, Tile const& tile, float const* outputs, int first_row,

@@ -12,7 +12,8 @@
 namespace flashhopper {
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 1) forward_kernel(__grid_constant__ typename Traits::Args const args) {
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    forward_kernel(__grid_constant__ typename Traits::Args const args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& storage = *reinterpret_cast<ForwardStorage<Traits>*>(smem);
 

@@ -1,5 +1,5 @@
-// The producer warpgroup: warp 0 schedules tiles and streams K and V, warp 1 + w loads the queries of consumer warpgroup
-// w. Before it: kernel.hpp. Its partner: consumer.hpp.
+// The producer warpgroup: warp 0 schedules tiles and streams K and V, warp 1 + w loads the queries of consumer
+// warpgroup w. Before it: kernel.hpp. Its partner: consumer.hpp.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -29,9 +29,8 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     if (v_row < 0) return;
     storage.v_empty[at_v.slot].wait(at_v.phase ^ 1);
     if constexpr (Traits::kIs8Bit) {  // V lies transposed
-      tma_load_tile<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(args.v, storage.v_full[at_v.slot],
-                                                                       L2Hint::kEvictLast, storage.v[at_v.slot], 0,
-                                                                       v_head, v_batch, 0, v_row);
+      tma_load_tile<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(
+          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], 0, v_head, v_batch, 0, v_row);
     } else {
       tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
           args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v_row, v_head, v_batch);
@@ -79,7 +78,8 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
 }
 
 template <class Traits>
-FLASHHOPPER_DEVICE void produce_queries(typename Traits::Args const& args, ForwardStorage<Traits>& storage, int warpgroup) {
+FLASHHOPPER_DEVICE void produce_queries(typename Traits::Args const& args, ForwardStorage<Traits>& storage,
+                                        int warpgroup) {
   RingPosition<Traits::kQStages> at;
   TileReader<ForwardStorage<Traits>> reader{storage};
   Tile tile;

@@ -50,7 +50,8 @@ struct Forward8Traits {
       cute::GMMA::rs_op_selector<ElementV, ElementV, float,
                                  cute::Shape<cute::_64, cute::Int<kPartColumns + kSumColumns>, cute::Int<kTileN>>>()));
   static_assert(cute::size<1>(typename MmaQK::AtomShape_MNK{}) == kTileN, "Q K^T must be one instruction wide");
-  static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kPartColumns + kSumColumns, "P V must be one instruction wide");
+  static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kPartColumns + kSumColumns,
+                "P V must be one instruction wide");
 };
 
 }  // namespace flashhopper

@@ -126,7 +126,7 @@ flashhopper_status dispatch_forward8(flashhopper_forward8_params const& p) {
   TensorMapSpec const q = {"q", p.q, p.batch, p.seqlen_q, p.heads, p.columns, p.format, kWarpgroupRows, box};
   TensorMapSpec const k = {"k", p.k, p.batch, p.seqlen_k, p.kv_heads, p.columns, p.format, config.tile_n, box};
   // Transposed: its rows are the columns of V.
-  TensorMapSpec const v = {"v",    p.v,      p.batch,           p.columns_v,      p.kv_heads,
+  TensorMapSpec const v = {"v",    p.v,      p.batch,           p.columns_v,  p.kv_heads,
                            p.keys, p.format, config.head_dim_v, config.tile_n};
   TensorMapSpec const specs[] = {q, has_keys ? k : q, has_keys ? v : q};
   FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));

@@ -101,8 +101,8 @@ flashhopper_status no_row(Problem const& problem, char const* direction, char co
                           int count) {
   std::ostringstream built;
   for (int i = 0; i < count; ++i) built << (i > 0 ? ", " : "") << rows[i].head_dim << "/" << rows[i].head_dim_v;
-  return set_error(FLASHHOPPER_UNSUPPORTED, "no ", direction, " kernel was built for ", dtype,
-                   " with head_dim ", problem.head_dim, " and head_dim_v ", problem.head_dim_v,
+  return set_error(FLASHHOPPER_UNSUPPORTED, "no ", direction, " kernel was built for ", dtype, " with head_dim ",
+                   problem.head_dim, " and head_dim_v ", problem.head_dim_v,
                    " (built, up to: ", count > 0 ? built.str() : "none in this dtype", ")");
 }
 

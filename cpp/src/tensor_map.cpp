@@ -118,8 +118,8 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   cuuint32_t const element_strides[4] = {1, 1, 1, 1};
   auto const encode = [&] {
     return encoder().encode(map, element.type, 4, spec.tensor.data, key.extents, key.strides, box, element_strides,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
   if (result == CUDA_ERROR_INVALID_CONTEXT) {

@@ -60,10 +60,10 @@ typedef struct {
 // Attention of 8-bit tensors: an element is data * scale. q and k are e4m3 or int8, v is e4m3, out fp16 or bf16; the
 // product with v is summed in two levels. The mask is flashhopper_forward's.
 typedef struct {
-  flashhopper_tensor q;    // (batch, seqlen_q, heads,    columns)
-  flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, columns)
-  flashhopper_tensor v;    // (batch, columns_v, kv_heads, keys): transposed, row_stride between columns of v; each 16 keys
-                           // in the order 4c + e <- 2c + e % 2 + 8 * (e / 2), zeros from seqlen_k on
+  flashhopper_tensor q;  // (batch, seqlen_q, heads,    columns)
+  flashhopper_tensor k;  // (batch, seqlen_k, kv_heads, columns)
+  flashhopper_tensor v;  // (batch, columns_v, kv_heads, keys): transposed, row_stride between columns of v; each 16
+                         // keys in the order 4c + e <- 2c + e % 2 + 8 * (e / 2), zeros from seqlen_k on
   flashhopper_tensor out;  // (batch, seqlen_q, heads,    head_dim_v)
   const float* q_scale;    // (batch, heads,    ceil(seqlen_q / q_block)), contiguous as the following
   const float* k_scale;    // (batch, kv_heads, ceil(seqlen_k / k_block))
@@ -73,8 +73,8 @@ typedef struct {
   float* lse;              // as in flashhopper_forward_params
   void* workspace;         // likewise
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  int64_t columns, columns_v;         // of q and k, and of v, as stored: head_dim and head_dim_v or more, the rest zeros
-  int64_t keys;                       // of v as stored: seqlen_k or more, a multiple of 16
+  int64_t columns, columns_v;  // of q and k, and of v, as stored: head_dim and head_dim_v or more, the rest zeros
+  int64_t keys;                // of v as stored: seqlen_k or more, a multiple of 16
   int64_t q_block, k_block, v_block;  // rows of one scale; 0: one scale for the whole head, else k's and v's are 128
   int64_t window_left, window_right;
   float softmax_scale;

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tensor core GEMM of 16 bits and of 8 (e4m3, int8), TMA load, TMA store, asynchronous copy to shared memory, addition to
-# floats in memory, in bulk or four at a time: a kernel that lost one of them still computes, but is no longer this
+# Tensor core GEMM of 16 bits and of 8 (e4m3, int8), TMA load, TMA store, asynchronous copy to shared memory, addition
+# to floats in memory, in bulk or four at a time: a kernel that lost one of them still computes, but is no longer this
 # design.
 COUNTED = {
     "HGMMA": "HGMMA",

@@ -40,8 +40,11 @@ EXACT_OUT_LIMIT = 4e-2
 EXACT_VALUE_LIMIT = 5e-3  # of the values
 ROW_LIMIT = 0.15  # of a single row
 # Natural logarithms: where sums are of rounded probabilities, one that changes its rounding changes them.
-LSE_LIMIT = {("e4m3", "rounded"): 1e-2, ("int8", "rounded"): 8e-3, ("e4m3", "exact"): 4e-3, ("int8", "exact"): 2e-3}
-EXACT_LSE_LIMIT = {"rounded": 5e-2, "exact": 4e-3}  # with rounded sums that of a row with one large weight and many small
+LSE_LIMIT = {("e4m3", "rounded"): 2.5e-2, ("int8", "rounded"): 8e-3, ("e4m3", "exact"): 8e-3, ("int8", "exact"): 2e-3}
+EXACT_LSE_LIMIT = {
+    "rounded": 5e-2,
+    "exact": 1e-2,
+}  # with rounded sums that of a row with one large weight and many small
 RECIPES = {
     "paper": Fp8Recipe.paper(),
     "e4m3": Fp8Recipe.e4m3(),

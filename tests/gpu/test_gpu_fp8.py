@@ -34,7 +34,18 @@ def test_every_head_dim_and_recipe(dims: tuple[int, int], recipe: str, causal: b
 @pytest.mark.parametrize("dims", ROWS, ids=str)
 def test_lengths(dims: tuple[int, int], causal: bool) -> None:
     """Around the tiles of 64, 128 and 192, on both sides, and more queries than keys."""
-    pairs = ((1, 1), (1, 129), (1, 1000), (63, 64), (65, 63), (127, 128), (129, 127), (192, 384), (193, 385), (500, 100))
+    pairs = (
+        (1, 1),
+        (1, 129),
+        (1, 1000),
+        (63, 64),
+        (65, 63),
+        (127, 128),
+        (129, 127),
+        (192, 384),
+        (193, 385),
+        (500, 100),
+    )
     for recipe in ("accurate", "e4m3"):
         for seed, (seqlen_q, seqlen_k) in enumerate(pairs):
             check_case(Case(2, seqlen_q, seqlen_k, recipe=recipe, causal=causal).with_dims(dims), seed)

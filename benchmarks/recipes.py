@@ -5,7 +5,8 @@
     python -m benchmarks.recipes --tensors FILE     real activations from FILE in place of tests/data; --windows says
                                                     which of its layers see how many keys, as JSON
 
-Before it: nothing; after it: flashhopper.fp8 (quantize, emulate), flashhopper.testing.
+Before it: nothing; after it: flashhopper.fp8 (quantize, emulate), flashhopper.report.contenders (who is compared, and
+targets), flashhopper.testing.
 """
 
 from __future__ import annotations

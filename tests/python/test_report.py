@@ -24,7 +24,7 @@ from flashhopper.report import SCHEMA_VERSION, Report, collect, command, contend
 from flashhopper.report.collect import Settings, reference
 from flashhopper.report.contenders import Problem, judge
 from flashhopper.report.rows import Row, SpeedRow
-from flashhopper.testing import error_metrics, make_inputs
+from flashhopper.testing import LlmLayer, error_metrics, make_inputs
 
 SLICE = Path(__file__).parents[1] / "data/gemma3_270m_qkv_slice.safetensors"
 TINY = ["--lengths", "64,160", "--head-dims", "16", "--heads", "2", "--device", "cpu"]
@@ -92,7 +92,8 @@ def test_histograms_and_scales(written: tuple[dict, str, str]) -> None:
 def test_terminal_names_recipes_and_says_emulated(written: tuple[dict, str, str]) -> None:
     text = written[2]
     assert "accurate(): No target applies" in text
-    assert "accurate() (emulated)" in text
+    assert "* emulated" in text
+    assert "accurate() *" in text
     assert "wrote " in text
 
 
@@ -172,6 +173,20 @@ def test_reference_in_parts_is_the_oracle(
     problem = Problem("peaky", inputs, 0.3, window, causal)
     whole = reference_attention(*inputs, 0.3, causal, window)[0]
     assert torch.allclose(reference(problem), whole, rtol=1e-12, atol=1e-14)
+
+
+def test_long_contexts_take_the_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "ALL_QUERIES", 100)
+    monkeypatch.setattr(collect, "BLOCK_QUERIES", 8)
+    layers = tuple(
+        LlmLayer(f"n{n}", make_inputs("normal", seqlen_q=n, heads=1, head_dim=8), 0.3, (-1, 0)) for n in (90, 120)
+    )
+    settings = replace(Settings(), recipes=("accurate",), families=("normal",), lengths=(100, 130), head_dims=(16,))
+    steps = []
+    report = collect.collect(settings, layers, lambda done, total, _: steps.append((done, total)))
+    sizes = {(row.seqlen_q, row.seqlen_k) for row in report.rows}
+    assert sizes == {(90, 90), (8, 120), (100, 100), (8, 130)}
+    assert [done for done, _ in steps] == list(range(steps[0][1]))
 
 
 def test_naive_fp16_is_worse_than_fp16_and_right() -> None:

@@ -122,9 +122,9 @@ def queries_of(seqlen: int) -> int:
 def _problems(settings: Settings, layers: tuple[LlmLayer, ...]) -> Iterator[c.Problem]:
     device = torch.device(settings.device)
     for layer in layers:
-        yield c.Problem(
-            "llm", _sixteen_bits(layer.inputs, device), layer.softmax_scale, layer.window_size, True, layer.name
-        )
+        q, k, v = _sixteen_bits(layer.inputs, device)
+        some = Inputs(q[:, -queries_of(q.shape[1]) :], k, v)  # masks are aligned at the last query and key
+        yield c.Problem("llm", some, layer.softmax_scale, layer.window_size, True, layer.name)
     for family in settings.families:
         for head_dim in settings.head_dims:
             for seqlen in settings.lengths:

@@ -103,12 +103,15 @@ def _show(measured: Report, written: list[Path]) -> None:
         against = f"median error {verdict.typical}, {verdict.against} FA3's scales, worst {verdict.worst}"
         console.print(f"{verdict.label}: {verdict.headline}; {against}", style=_STYLES.get(verdict.status, ""))
     names = columns(measured)
-    table = Table("relative rmse", *names, box=None, pad_edge=False)
+    table = Table(*("", *names), box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.columns[0].no_wrap = True
     emulated = {row.contender for row in measured.rows if row.emulated}
     for name, cells in summary(measured).items():
-        label = measured.contenders[name]["label"] + (" (emulated)" if name in emulated else "")
+        label = measured.contenders[name]["label"] + (" *" if name in emulated else "")
         table.add_row(label, *("–" if cell is None else cell.text for cell in cells))
+    console.print("\nRelative rmse, the worst over lengths and head dimensions" + ("; * emulated" if emulated else ""))
     console.print(table)
+    console.print()
     for note in measured.notes:
         console.print(note)
     for path in written:

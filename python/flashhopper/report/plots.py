@@ -139,7 +139,7 @@ def _histogram_plot(name: str, title: str, histograms: Sequence[Histogram]) -> P
         axes.set(xscale="log", xlabel="error of an element / rms of the output", ylabel="share of elements, %")
         axes.set_ylim(bottom=0)
         axes.set_xlim(10 ** histograms[0].edges[1], 10 ** histograms[0].edges[-2])
-        axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        axes.xaxis.set_major_locator(FixedLocator([1e-4, 1e-3, 1e-2, 1e-1]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{100 * x:g} %"))
         axes.xaxis.set_minor_locator(NullLocator())
         alt = f"Distribution of errors of single elements on {title}. Half of them lie below: {', '.join(medians)}."

@@ -154,6 +154,7 @@ PRESETS: dict[str, list[Cell]] = {
     "head_dims": _grid("fwd", ("bf16",), OTHER_DIMS, (8192,)),
     "issue3": _grid("bwd", ("bf16",), DIMS, SEQLENS),
     "bwd_quick": _grid("bwd", ("bf16",), DIMS, (8192,)),
+    "fp8": _grid("fwd", ("bf16",), DIMS, SEQLENS),  # the 16-bit inputs that 8-bit contenders quantise
     "bwd_head_dims": _grid("bwd", ("bf16",), OTHER_DIMS, (8192,)),
 }
 

@@ -46,7 +46,9 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _row(op: str, cell: Cell, unit: str, contenders: Iterable[Contender], value: Callable[[Contender], float]) -> Row:
+def make_row(
+    op: str, cell: Cell, unit: str, contenders: Iterable[Contender], value: Callable[[Contender], float]
+) -> Row:
     row: Row = {"op": op, "recipe": None, **cell.as_row(), "unit": unit, "value": {}, "spread": {}, "errors": {}}
     for contender in contenders:
         if contender.error is not None or not contender.times_ms:
@@ -105,7 +107,7 @@ def time_forward(
                 except Exception as error:
                     contender.error = describe(error)
         measure([c for c in contenders if c.error is None], rounds)
-        row = _row("fwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
+        row = make_row("fwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
         faulthandler.cancel_dump_traceback_later()
         rows.append(row)
         if on_row is not None:
@@ -144,7 +146,7 @@ def time_backward(
                 _check_gradients(contender, cell, tensors)
         torch.cuda.empty_cache()  # gives back the score matrices of the check: up to 15 GB
         measure([c for c in contenders if c.error is None], rounds)
-        row = _row("bwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
+        row = make_row("bwd", cell, "TFLOP/s", contenders, lambda c, flops=cell.flops: tflops(flops, c.median_ms))  # type: ignore[misc]
         faulthandler.cancel_dump_traceback_later()
         rows.append(row)
         del contenders  # they hold this cell's graphs
@@ -194,7 +196,7 @@ def time_host(peers: Sequence[Peer], rounds: int = 5, seed: int = 0) -> list[Row
                         contender.times_ms.append(microseconds / 1e3)
         gc.enable()
         faulthandler.cancel_dump_traceback_later()
-        rows.append(_row("host", cell, "us", contenders, lambda c: c.median_ms * 1e3))
+        rows.append(make_row("host", cell, "us", contenders, lambda c: c.median_ms * 1e3))
     return rows
 
 

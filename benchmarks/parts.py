@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, accuracy_backward, harness, large
+from benchmarks import accuracy, accuracy_backward, accuracy_fp8, fp8, harness, large, peers_fp8, tables_fp8
 from benchmarks.cells import PRESETS
 from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
@@ -40,6 +40,20 @@ def bench_bwd(rounds: int) -> list[harness.Row]:
     rows = harness.time_backward(cells, load_all(list(NAMES)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
+
+
+def bench_fp8(rounds: int) -> list[harness.Row]:
+    rows = fp8.time_cells(PRESETS["fp8"], peers_fp8.load_all(), rounds, on_row=_show)
+    print("\n".join(harness.error_lines(rows)))
+    if not any(row["value"] for row in rows):
+        raise RuntimeError(f"no contender ran in any cell: {rows[0]['errors']}")
+    return rows
+
+
+def bench_quantize(rounds: int) -> list[harness.Row]:
+    from benchmarks import quantize_bandwidth  # needs the package itself
+
+    return quantize_bandwidth.measure(rounds)
 
 
 def bench_host(rounds: int) -> list[harness.Row]:
@@ -146,16 +160,29 @@ RUNNERS: dict[str, Callable[[int], Any]] = {
     "bench:host": bench_host,
     "bench:fwd": bench_fwd,
     "bench:bwd": bench_bwd,
+    "bench:fp8": bench_fp8,
+    "bench:quantize": bench_quantize,
     "accuracy": lambda rounds: accuracy.measure(rounds) + accuracy_backward.measure(rounds),
+    "accuracy:fp8": accuracy_fp8.measure,
     "large": large.measure,
     "tests": gpu_tests,
     "sanitizer": sanitizer,
 }
 
 
+def run(part: str, rounds: int, tensors: Path | None) -> Any:
+    """What the record keeps of one part; tensors are further real activations, for the one part that takes them."""
+    if part == "accuracy:fp8":
+        return accuracy_fp8.measure(rounds, tensors)
+    return RUNNERS[part](rounds)
+
+
 def summary(record: dict[str, Any]) -> str:
     """Everything a reader of the terminal needs, short."""
-    lines = [harness.table(record["bench"])] if record["bench"] else []
+    bench = [row for row in record["bench"] if row["op"] in ("fwd", "bwd", "host")]
+    lines = [harness.table(bench)] if bench else []
+    eight = (tables_fp8.speeds(record), tables_fp8.quantiser(record), tables_fp8.accuracy(record))
+    lines += [text for text in eight if text]
     if "accuracy" in record:
         lines.append(accuracy.table(record["accuracy"]))
         backward = [row for row in record["accuracy"] if row["op"] == "bwd"]

@@ -1,108 +1,122 @@
 """Bytes per second of the quantiser beside a device copy, in one run:  python -m benchmarks.quantize_bandwidth
 
 Bytes are those that must move: 16-bit tensors read once (K and V once more for each mean), 8-bit tensors, scales, means
-and lse shifts written. The copy reads and writes as many bytes as q, k and v hold.
+and lse shifts written. The copy reads and writes as many bytes as q, k and v hold. The record's part bench:quantize is
+made of the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import timing
-from flashhopper.engine import hopper_quantize
+from benchmarks.cells import Cell
+from benchmarks.harness import Row, make_row
+from benchmarks.peers import inputs
+from benchmarks.peers_fp8 import recipes
+from flashhopper import checks
+from flashhopper.engine import hopper_fp8
+from flashhopper.fp8 import Fp8QKV, Fp8Recipe
 
-RECIPES: dict[str, dict[str, object]] = {
-    "plain": {},
-    "paper": {"rotate": True},
-    "e4m3": {"smooth_k": True},
-    "e4m3 centred": {"smooth_k": True, "center_v": True},
-    "accurate": {"qk_format": "int8", "smooth_k": True, "center_v": True, "rotate": True, "q_block": 1},
-}
-TOKENS, WIDTH = 32768, 2048  # batch * seqlen, heads * head_dim
-
-
-@dataclass
-class Row:
-    """One line of the result; rates in TB/s."""
-
-    head_dim: int
-    recipe: str
-    megabytes: float
-    microseconds: float
-    rate: float
-    copy_rate: float
-
-    @property
-    def share(self) -> float:
-        return self.rate / self.copy_rate
+OP, COPY = "quantize", "copy"
+HEAD_DIMS = (64, 96, 128, 192, 256)
+TOKENS, WIDTH, SEQLEN = 32768, 2048, 8192  # batch * seqlen, heads * head_dim
+Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Fp8Recipe], Fp8QKV]
+Measure = Callable[[Sequence[timing.Contender], int], None]
 
 
-def bytes_moved(inputs: list[torch.Tensor], outputs: hopper_quantize.Quantized) -> int:
-    read = sum(x.nbytes for x in inputs)
-    read += inputs[1].nbytes * (outputs.k_mean is not None) + inputs[2].nbytes * (outputs.v_mean is not None)
-    return read + sum(x.nbytes for x in outputs if x is not None)
+def named() -> dict[str, Fp8Recipe]:
+    """The recipes, and casts with block scales alone."""
+    return {"plain": Fp8Recipe("e4m3", rotate=False, smooth_k=False, center_v=False, q_block=128), **recipes()}
 
 
-def measure(head_dim: int, seqlen: int, rounds: int) -> list[Row]:
-    heads = WIDTH // head_dim
-    shape = (TOKENS // seqlen, seqlen, heads, head_dim)
-    inputs = [torch.randn(shape, device="cuda").bfloat16() for _ in range(3)]
-    signs = torch.ones(hopper_quantize.computed_head_dim(head_dim), device="cuda")
-    source = torch.stack(inputs)
+def on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recipe) -> Fp8QKV:
+    """The quantiser kernel, never the torch operations that stand in for it."""
+    refusal = hopper_fp8.quantize_refusal(q.device, q.dtype, (q.shape[3], v.shape[3]), recipe)
+    if refusal is not None:
+        raise NotImplementedError(refusal)
+    return hopper_fp8.quantize(q, k, v, checks.dense(q, k, v), recipe)
+
+
+def bytes_moved(tensors: Sequence[torch.Tensor], result: Fp8QKV) -> int:
+    read = sum(x.nbytes for x in tensors)
+    read += tensors[1].nbytes * (result.k_mean is not None) + tensors[2].nbytes * (result.v_mean is not None)
+    written = (result.q, result.k, result.v, result.q_scale, result.k_scale, result.v_scale)
+    means = (result.lse_shift, result.k_mean, result.v_mean)
+    return read + sum(x.nbytes for x in (*written, *means) if x is not None)
+
+
+def cell_for(head_dim: int, seqlen: int = SEQLEN, tokens: int = TOKENS) -> Cell:
+    heads = max(1, WIDTH // head_dim)
+    return Cell("bf16", head_dim, head_dim, False, max(1, tokens // seqlen), heads, heads, seqlen, seqlen)
+
+
+def row_for(
+    cell: Cell, rounds: int, *, device: str = "cuda", run: Quantize = on_hopper, timer: Measure = timing.measure
+) -> Row:
+    """One head dimension: TB/s of a copy and of each recipe, the share of the copy's, microseconds, megabytes."""
+    tensors = inputs(cell, cell.head_dim, device)
+    source = torch.stack([x.flatten() for x in tensors])
     target = torch.empty_like(source)
+    contenders, sizes = [timing.Contender(COPY, lambda: target.copy_(source))], {COPY: 2 * source.nbytes}
+    for name, recipe in named().items():
+        contender = timing.Contender(name, lambda recipe=recipe: run(*tensors, recipe))  # type: ignore[misc]
+        try:
+            sizes[name] = bytes_moved(tensors, run(*tensors, recipe))
+        except Exception as error:
+            contender.error = timing.describe(error)
+        contenders.append(contender)
+    timer([one for one in contenders if one.error is None], rounds)
+    row = make_row(OP, cell, "TB/s", contenders, lambda one: sizes[one.name] / one.median_ms / 1e9)
+    done = [one for one in contenders if one.name in row["value"]]
+    row["microseconds"] = {one.name: float(f"{one.median_ms * 1e3:.5g}") for one in done}
+    row["megabytes"] = {one.name: round(sizes[one.name] / 1e6, 1) for one in done}
+    copy = row["value"].get(COPY)
+    row["share"] = {one.name: round(row["value"][one.name] / copy, 4) for one in done if copy and one.name != COPY}
+    return row
 
-    def call(options: dict[str, object]) -> Callable[[], hopper_quantize.Quantized]:
-        rest = {name: value for name, value in options.items() if name != "rotate"}
-        chosen = signs if options.get("rotate") else None
-        return lambda: hopper_quantize.quantize(*inputs, signs=chosen, **rest)  # type: ignore[arg-type]
 
-    calls = {name: call(options) for name, options in RECIPES.items()}
-    sizes = {name: bytes_moved(inputs, one()) for name, one in calls.items()}
-    contenders = [timing.Contender("copy", lambda: target.copy_(source))]
-    contenders += [timing.Contender(name, one) for name, one in calls.items()]
-    timing.measure(contenders, rounds)
-    for one in contenders:
-        if one.error is not None:
-            raise RuntimeError(f"{one.name}: {one.error}")
-    copy_rate = 2 * source.nbytes / contenders[0].median_ms / 1e9
-    return [
-        Row(
-            head_dim,
-            one.name,
-            sizes[one.name] / 1e6,
-            one.median_ms * 1e3,
-            sizes[one.name] / one.median_ms / 1e9,
-            copy_rate,
-        )
-        for one in contenders[1:]
+def measure(rounds: int) -> list[Row]:
+    """The rows of the record."""
+    rows = []
+    for head_dim in HEAD_DIMS:
+        rows.append(row_for(cell_for(head_dim), rounds))
+        print("\n".join(lines(rows[-1])), flush=True)
+    if not any(row["share"] for row in rows):
+        raise RuntimeError(f"the quantiser ran none of the rows: {rows[0]['errors']}")
+    return rows
+
+
+def lines(row: Row) -> list[str]:
+    """A line of text a recipe, and one a failure."""
+    copy = row["value"].get(COPY, float("nan"))
+    found = [
+        f"{row['head_dim']:8} {name:14} {row['megabytes'][name]:8.1f} {row['microseconds'][name]:8.1f} "
+        f"{row['value'][name]:6.2f} {copy:6.2f} {share:6.2f}"
+        for name, share in row["share"].items()
     ]
+    return found + [f"{row['head_dim']:8} {name:14} {error}" for name, error in row["errors"].items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128, 192, 256])
-    parser.add_argument("--seqlen", type=int, default=8192)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=list(HEAD_DIMS))
+    parser.add_argument("--seqlen", type=int, default=SEQLEN)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = []
     print(f"{'head_dim':>8} {'recipe':14} {'MB':>8} {'us':>8} {'TB/s':>6} {'copy':>6} {'share':>6}")
+    rows = []
     for head_dim in arguments.head_dims:
-        for row in measure(head_dim, arguments.seqlen, arguments.rounds):
-            rows.append(row)
-            print(
-                f"{row.head_dim:8} {row.recipe:14} {row.megabytes:8.1f} {row.microseconds:8.1f} {row.rate:6.2f} "
-                f"{row.copy_rate:6.2f} {row.share:6.2f}",
-                flush=True,
-            )
+        rows.append(row_for(cell_for(head_dim, arguments.seqlen), arguments.rounds))
+        print("\n".join(lines(rows[-1])), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

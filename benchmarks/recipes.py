@@ -5,7 +5,8 @@
     python -m benchmarks.recipes --tensors FILE     real activations from FILE in place of tests/data; --windows says
                                                     which of its layers see how many keys, as JSON
 
-Before it: nothing; after it: flashhopper.fp8 (quantize, emulate), flashhopper.testing.
+Before it: nothing; after it: flashhopper.fp8 (quantize, emulate), flashhopper.report.contenders (who is compared, and
+targets), flashhopper.testing.
 """
 
 from __future__ import annotations
@@ -20,28 +21,19 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.digest import ROOT
+from benchmarks.targets import TARGETS, VMEAN_TARGET
 from flashhopper import flash_attn_func
 from flashhopper.fp8 import Fp8Recipe, emulate
 from flashhopper.fp8.quantize import quantize
+from flashhopper.report.contenders import FA3, NAMED, TARGETS, VMEAN_TARGET
 from flashhopper.testing import FAMILIES, Inputs, error_metrics, load_llm_layers, make_inputs
 
 PAGE = ROOT / "docs/numerics.md"
 MARKED = re.compile(r"(<!-- recipes:begin -->\n).*?(<!-- recipes:end -->)", re.DOTALL)
 SLICE = ROOT / "tests/data/gemma3_270m_qkv_slice.safetensors"
-# FA3's own FP8: one scale a (batch, KV head), one accumulator.
-FA3 = Fp8Recipe("e4m3", False, False, False, 0, 0, 0, False)
-NAMED = {"paper": Fp8Recipe.paper(), "e4m3": Fp8Recipe.e4m3(), "accurate": Fp8Recipe.accurate()}
 HEAD_DIMS = (64, 128, 256)
 # seqlen_k -> queries (the last ones), heads, KV heads
 SIZES = {2048: (2048, 4, 4), 16384: (256, 16, 4), 131072: (128, 8, 2)}
-TARGETS = {  # family -> relative rmse over FA3's of accurate, e4m3 and paper; None: no target
-    "normal": {"accurate": 0.80, "e4m3": 1.05, "paper": 1.05},
-    "outlier": {"accurate": 0.50, "e4m3": 0.70, "paper": 0.70},
-    "kbias": {"accurate": 0.40, "e4m3": 0.60},
-    "peaky": {"accurate": 0.80, "e4m3": 1.05, "paper": 1.05},
-    "llm": {"accurate": 0.65, "e4m3": 0.95},
-}
-VMEAN_TARGET = 3e-3
 
 
 class Case(NamedTuple):

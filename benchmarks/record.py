@@ -2,6 +2,7 @@
 
 python -m benchmarks.record --out FILE                         all parts
 python -m benchmarks.record --out FILE --only tests,bench:fwd  these parts, the others of FILE stay
+python -m benchmarks.record --out FILE --only accuracy:fp8 --tensors QKV.safetensors   further real activations
 python -m benchmarks.record --check [FILE]                     is every part fresh? (standard library only)
 python -m benchmarks.record --merge A B --out FILE             the newest of each part
 """
@@ -21,7 +22,11 @@ from benchmarks import digest
 SCHEMA = 1
 RECORD = digest.ROOT / "benchmarks" / "results" / "h200" / "record.json"
 # In the order in which they run: what a short run must not miss comes first.
-PARTS = ("bench:host", "bench:fwd", "bench:bwd", "accuracy", "large", "tests", "sanitizer")
+PARTS = (
+    *("bench:host", "bench:fwd", "bench:bwd", "bench:fp8", "bench:quantize"),
+    *("accuracy", "accuracy:fp8", "large", "tests", "sanitizer"),
+)
+OPS = {"fp8": "fwd_fp8"}  # the op of a bench part's rows, where it is not the part's own name
 Record = dict[str, Any]
 
 
@@ -49,13 +54,20 @@ def select(only: str) -> list[str]:
     unknown = [name for name in wanted if name != "bench" and name not in PARTS]
     if unknown:
         raise SystemExit(f"no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
-    return [part for part in PARTS if not wanted or part in wanted or part.split(":")[0] in wanted]
+    is_bench = "bench" in wanted
+    return [part for part in PARTS if not wanted or part in wanted or (is_bench and part.startswith("bench:"))]
+
+
+def _op(part: str) -> str:
+    """The op of the rows of a bench part."""
+    name = part.split(":")[1]
+    return OPS.get(name, name)
 
 
 def _put(record: Record, part: str, content: Any) -> None:
     """Stores what a part measured: bench rows by their op, everything else under the part's name."""
     if part.startswith("bench:"):
-        op = part.split(":")[1]
+        op = _op(part)
         record["bench"] = [row for row in record["bench"] if row["op"] != op] + content
     else:
         record[part] = content
@@ -63,7 +75,7 @@ def _put(record: Record, part: str, content: Any) -> None:
 
 def _get(record: Record, part: str) -> Any:
     if part.startswith("bench:"):
-        return [row for row in record["bench"] if row["op"] == part.split(":")[1]]
+        return [row for row in record["bench"] if row["op"] == _op(part)]
     return record.get(part)
 
 
@@ -73,8 +85,8 @@ def _prune(record: Record) -> None:
     record["sources"] = {key: value for key, value in record["sources"].items() if key in used}
 
 
-def measure(path: Path, parts: list[str], rounds: int) -> int:
-    """Runs the parts one by one and saves after each; a part that fails is kept as failed."""
+def measure(path: Path, parts: list[str], rounds: int, tensors: Path | None = None) -> int:
+    """Runs the parts one by one and saves after each; a part that fails is kept as failed. tensors: see --tensors."""
     from benchmarks import harness  # these need torch
     from benchmarks import parts as runners
 
@@ -89,7 +101,7 @@ def measure(path: Path, parts: list[str], rounds: int) -> int:
         entry["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         print(f"== {part}", flush=True)
         try:
-            _put(record, part, runners.RUNNERS[part](rounds))
+            _put(record, part, runners.run(part, rounds, tensors))
         except Exception as error:  # the other parts still run
             entry["error"] = f"{type(error).__name__}: {error}"[:500]
             print(f"{part} FAILED: {entry['error']}", flush=True)
@@ -168,6 +180,9 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="record to write or update")
     parser.add_argument("--only", default="", help=f"comma-separated parts: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--tensors", type=Path, help="safetensors file of further real activations (NAME.q, .k, .v) for accuracy:fp8"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the timings")
     parser.add_argument(
         "--check", nargs="?", const=RECORD, type=Path, metavar="FILE", help="freshness, exit code 0 or 1"
@@ -180,7 +195,9 @@ def main() -> int:
         parser.error("--out is needed (or --check)")
     if args.merge:
         return merge(args.merge, args.out)
-    return measure(args.out, select(args.only), args.rounds)
+    if args.tensors is not None and not args.tensors.is_file():
+        parser.error(f"--tensors {args.tensors}: no such file")
+    return measure(args.out, select(args.only), args.rounds, args.tensors)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,13 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables_fp8
 from benchmarks.digest import ROOT
+from benchmarks.markdown import grid
 from benchmarks.record import RECORD, Record, load
 
 MARKED = re.compile(r"(<!-- figures:begin ?([\w-]*) ?-->\n).*?(<!-- figures:end -->)", re.DOTALL)
@@ -24,11 +26,6 @@ OURS, DETERMINISTIC = "flashhopper", "flashhopper_det"
 GRADIENTS = ("dq", "dk", "dv")
 TITLES = {OURS: "flashhopper", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "sdpa": "SDPA (FA2)"}
 NOTHING = "*Not measured yet.*"
-
-
-def _grid(header: list[str], rows: Iterable[list[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def _peers(rows: list[dict[str, Any]]) -> list[str]:
@@ -55,7 +52,7 @@ def _speeds(rows: list[dict[str, Any]]) -> str:
         numbers = [f"{row['value'][name]:.0f}" if name in row["value"] else "-" for name in names]
         mask = "causal" if row["causal"] else "full"
         body.append([dims, mask, str(row["seqlen_q"]), *numbers, f"{ratio:.2f}" if ratio else "-"])
-    return _grid(["head_dim", "mask", "seqlen", *(TITLES[name] for name in names), "of the best peer"], body)
+    return grid(["head_dim", "mask", "seqlen", *(TITLES[name] for name in names), "of the best peer"], body)
 
 
 def _forward(record: Record, dtype: str) -> str:
@@ -94,7 +91,7 @@ def _host(record: Record) -> str:
         for row in rows
     ]
     titles = {**TITLES, "sdpa": "SDPA"}
-    return "Host time of a call without gradients, microseconds:\n\n" + _grid(
+    return "Host time of a call without gradients, microseconds:\n\n" + grid(
         ["mask", *(titles[n] for n in names)], body
     )
 
@@ -113,7 +110,7 @@ def _accuracy(record: Record) -> str:
         body.append([family, dtype, str(len(mine)), *cells])
     header = ["inputs", "dtype", "cases", "relative rmse", "max error", "rmse / FA3's", "rmse / cuDNN's"]
     title = "Error against float64, the worst of head_dim 64, 128, 256, full and causal, 2k to 128k keys:\n\n"
-    return title + _grid(header, body)
+    return title + grid(header, body)
 
 
 def _gradient_accuracy(record: Record) -> str:
@@ -137,7 +134,7 @@ def _gradient_accuracy(record: Record) -> str:
     header = ["inputs", "dtype", "cases", *(f"{name}: relative rmse" for name in GRADIENTS)]
     header += [f"{metric} / {peer}'s" for peer in ("PyTorch autograd", "cuDNN") for metric in ("rmse", "max error")]
     title = "Gradients against float64 autograd, the worst of head_dim 64, 128, 256, full and causal, 2k tokens:\n\n"
-    return title + _grid(header, body)
+    return title + grid(header, body)
 
 
 def _large(record: Record) -> str:
@@ -163,7 +160,7 @@ def _large(record: Record) -> str:
         "memory beyond them, MiB",
         "max error of sampled rows",
     ]
-    return "One sequence, causal, 8 heads of 128, bf16:\n\n" + _grid(header, body)
+    return "One sequence, causal, 8 heads of 128, bf16:\n\n" + grid(header, body)
 
 
 def _verification(record: Record) -> str:
@@ -185,7 +182,7 @@ def _summary(record: Record) -> str:
                 f"{title} against the best peer in {len(ratios)} cells: {min(ratios):.2f} to {max(ratios):.2f} times"
                 f" its speed, median {statistics.median(ratios):.2f}, ahead in {sum(r >= 1 for r in ratios)}."
             )
-    return "\n".join(lines) or NOTHING
+    return "\n".join(lines + tables_fp8.summary(record)) or NOTHING
 
 
 def _source(record: Record) -> str:
@@ -201,9 +198,12 @@ BLOCKS: dict[str, Callable[[Record], str]] = {
     "forward-bf16": lambda record: _forward(record, "bf16"),
     "forward-fp16": lambda record: _forward(record, "fp16"),
     "backward": _backward,
+    "forward-8bit": tables_fp8.speeds,
+    "quantiser": tables_fp8.quantiser,
     "host": _host,
     "accuracy": _accuracy,
     "gradient-accuracy": _gradient_accuracy,
+    "accuracy-8bit": tables_fp8.accuracy,
     "large": _large,
     "verification": _verification,
     "source": _source,

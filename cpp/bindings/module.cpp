@@ -196,7 +196,7 @@ void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse,
   check(status);
 }
 
-// Flags of quantize; engine/hopper_quantize.py and engine/hopper_fp8.py have them too.
+// Flags of quantize; engine/hopper_quantize.py has them too.
 enum { kRotate = 1, kSmoothK = 2, kCenterV = 4 };
 
 // outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean.

@@ -79,6 +79,9 @@ def forward8(
     dtype: int,  # of out: FP16 or BF16
     softmax_scale: float,
     sm_margin: int,
+    stream: int,
+    /,
+) -> None: ...
 def quantize(
     tensors: Sequence[tuple[int, int, int, int]],  # q, k, v: address; batch, row, head stride
     outputs: Sequence[int],  # q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean; 0: not wanted

@@ -1,4 +1,4 @@
-"""The command line, `python -m flashhopper`. Before it: __main__.py; after it: doctor.py."""
+"""The command line, `python -m flashhopper`. Before it: __main__.py; after it: doctor.py, report/command.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import doctor as doctors
+from .report import command
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
@@ -34,6 +35,9 @@ def doctor(as_json: bool = typer.Option(False, "--json", help="Print the report 
         # Text of errors may hold square brackets, which are no markup.
         Console(markup=False, highlight=False).print(table)
     raise typer.Exit(report.exit_code)
+
+
+app.command()(command.report)
 
 
 def main() -> None:

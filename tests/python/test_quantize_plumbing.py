@@ -6,7 +6,7 @@ import pytest
 import torch
 from fake_module import FakeModule, install
 
-from flashhopper.engine.hopper_quantize import computed_head_dim, quantize, transpose_values
+from flashhopper.engine.hopper_quantize import quantize, transpose_values
 
 
 @pytest.fixture
@@ -71,15 +71,6 @@ def test_transposition(module: FakeModule) -> None:
     (call,) = module.transpose_calls
     assert call["v"] == (v.data_ptr(), 2 * 300 * 50, 50, 300 * 50)
     assert list(call.values())[1:] == [found.data_ptr(), 2, 2, 300, 50, module.stream]
-
-
-def test_computed_head_dims() -> None:
-    assert [computed_head_dim(d) for d in (1, 64, 65, 96, 104, 136, 192, 200, 256)] == [
-        *(64, 64, 96, 96, 128, 192, 192, 256, 256),
-    ]
-    for head_dim in (0, 257):
-        with pytest.raises(ValueError, match=f"head_dim is {head_dim}"):
-            computed_head_dim(head_dim)
 
 
 @pytest.mark.parametrize(

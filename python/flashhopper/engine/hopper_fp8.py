@@ -16,12 +16,10 @@ from ..checks import DenseShape
 from ..fp8 import formats, rotation
 from ..fp8.quantize import Fp8QKV
 from ..fp8.recipe import TILE_KEYS, Fp8Recipe
-from . import hopper
+from . import hopper, hopper_quantize
 
 NO_KERNEL = "the compiled library has no 8-bit kernel"
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # of the softmax, as in backends.py
-# Flags of the compiled module's quantiser.
-ROTATE, SMOOTH_K, CENTER_V = 1, 2, 4
 
 
 def _device_refusal(device: torch.device, function: str) -> tuple[str | None, bool]:
@@ -58,6 +56,11 @@ def quantize_refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
     return _size_refusal(dims) or _device_refusal(device, "quantize")[0]
 
 
+def transpose_refusal(v8: torch.Tensor) -> str | None:
+    """Why the kernel that transposes e4m3 values does not serve them; None: it does."""
+    return _device_refusal(v8.device, "transpose_values")[0]
+
+
 def forward_refusal(
     device: torch.device,
     dims: tuple[int, int],
@@ -72,8 +75,9 @@ def forward_refusal(
     feature = None
     if not recipe.two_level:
         feature = "two_level is False, the kernel always sums in two levels"
-    elif recipe.k_block % TILE_KEYS != 0:
-        feature = f"k_block is {recipe.k_block}, the kernel takes 0 and multiples of {TILE_KEYS}"
+    elif recipe.k_block not in (0, TILE_KEYS) or recipe.v_block not in (0, TILE_KEYS):
+        blocks = f"k_block is {recipe.k_block}, v_block is {recipe.v_block}"
+        feature = f"{blocks}, the kernel takes 0 (one scale a head) and {TILE_KEYS}"
     elif window_left >= 0 or window_right > 0:
         feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
     elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
@@ -85,33 +89,21 @@ def forward_refusal(
     return reason, is_broken
 
 
-def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: DenseShape, recipe: Fp8Recipe) -> Fp8QKV:
+def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recipe) -> Fp8QKV:
     """Quantise 16-bit q, k, v (batch, seqlen, heads, head_dim), any strides, on the current stream of q's device."""
-    index = q.get_device()
-    if index != torch._C._cuda_getDevice():
-        with torch.cuda.device(index):
-            return quantize(q, k, v, sizes, recipe)
-    result = empty(q, sizes, recipe)
-    if q.numel() + k.numel() == 0:
-        return result
-    views = [(x.data_ptr(), *strides) for x, strides in (hopper.readable(x) for x in (q, k, v))]
-    columns, columns_v = formats.computed_head_dims(sizes[3], sizes[6])
-    hopper.module.quantize(
-        views,
-        _addresses(
-            *(result.q, result.k, result.v, result.q_scale, result.k_scale, result.v_scale),
-            *(result.lse_shift, result.k_mean, result.v_mean),
-        ),
-        rotation.signs(recipe.seed, columns, q.device).data_ptr() if recipe.rotate else 0,
-        hopper.problem(sizes, -1, -1),
-        (columns, columns_v),
-        hopper.dtype_code(q.dtype),
-        _format_code(recipe),
-        ROTATE * recipe.rotate + SMOOTH_K * recipe.smooth_k + CENTER_V * recipe.center_v,
-        recipe.q_block,
-        torch._C._cuda_getCurrentRawStream(index),
+    columns, _ = formats.computed_head_dims(q.shape[3], v.shape[3])
+    signs = rotation.signs(recipe.seed, columns, q.device) if recipe.rotate else None
+    result = hopper_quantize.quantize(
+        q,
+        k,
+        v,
+        qk_format=recipe.qk_format,
+        signs=signs,
+        smooth_k=recipe.smooth_k,
+        center_v=recipe.center_v,
+        q_block=recipe.q_block,
     )
-    return result
+    return Fp8QKV(*result, recipe, q.shape[3], v.shape[3], q.dtype)
 
 
 def forward(

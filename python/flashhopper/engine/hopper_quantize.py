@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..fp8 import formats
 from . import hopper
 
-COMPUTED_HEAD_DIMS = (64, 96, 128, 192, 256)
 BLOCK_ROWS = 128  # rows of K and V that share a scale; keys are padded to a multiple of it
 # Flags of the compiled module.
 ROTATE, SMOOTH_K, CENTER_V = 1, 2, 4
@@ -30,18 +30,6 @@ class Quantized(NamedTuple):
     lse_shift: torch.Tensor | None  # float32 (batch, heads, seqlen_q): q . k_mean, if smooth_k
     k_mean: torch.Tensor | None  # float32 (batch, kv_heads, D), if smooth_k
     v_mean: torch.Tensor | None  # float32 (batch, kv_heads, Dv), if center_v
-
-
-def computed_head_dim(head_dim: int) -> int:
-    """The head dimension at which a given one is computed.
-
-    Raises:
-        ValueError: head_dim is not between 1 and 256.
-    """
-    for columns in COMPUTED_HEAD_DIMS:
-        if 0 < head_dim <= columns:
-            return columns
-    raise ValueError(f"head_dim is {head_dim}: it must be between 1 and {COMPUTED_HEAD_DIMS[-1]}")
 
 
 def view(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
@@ -83,7 +71,7 @@ def quantize(
                 q, k, v, qk_format=qk_format, signs=signs, smooth_k=smooth_k, center_v=center_v, q_block=q_block
             )
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
-    columns, columns_v = computed_head_dim(head_dim), computed_head_dim(head_dim_v)
+    columns, columns_v = formats.computed_head_dims(head_dim, head_dim_v)
     if qk_format not in ("e4m3", "int8"):
         raise ValueError(f'qk_format is {qk_format!r}: it must be "e4m3" or "int8"')
     if q_block not in (1, BLOCK_ROWS):
@@ -135,7 +123,8 @@ def transpose_values(v: torch.Tensor) -> torch.Tensor:
             return transpose_values(v)
     batch, seqlen_k, kv_heads, head_dim_v = v.shape
     keys = -(-seqlen_k // BLOCK_ROWS) * BLOCK_ROWS
-    v8 = torch.empty((batch, kv_heads, computed_head_dim(head_dim_v), keys), dtype=torch.float8_e4m3fn, device=v.device)
+    _, columns = formats.computed_head_dims(head_dim_v, head_dim_v)
+    v8 = torch.empty((batch, kv_heads, columns, keys), dtype=torch.float8_e4m3fn, device=v.device)
     v, address_and_strides = view(v)
     stream = torch._C._cuda_getCurrentRawStream(index)
     hopper.module.transpose_values(address_and_strides, v8.data_ptr(), batch, kv_heads, seqlen_k, head_dim_v, stream)

@@ -4,12 +4,13 @@ report and tests; after it: quantize.py, accumulator.py, engine/tiles.py, engine
 Keys come in tiles of 128, the last visible tile first. In base 2, for row r and tile j,
 
     f = q_scale[r] softmax_scale log2(e) k_scale[j],   s = f (q . k) + log2 v_scale[j]
-    m_new = max(m, max s),   p = 2^(s - m_new + 8),   l = l 2^(m - m_new) + sum(p) / v_scale[j]
+    m_new = max(m, max s),   p = 2^(s - m_new + 8),   l = l 2^(m - m_new) + sum(e4m3(p)) / v_scale[j]
     O = O 2^(m - m_new) + e4m3(p) @ v,   at the end  out = O / l + v_mean
 
 The scale of a block of values rides on its probabilities, which cost no more for it, and leaves the row sum by one
-factor a tile. The 2^8 puts the largest probability where e4m3 has its range. The lse of a row is
-(m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
+factor a tile. Up to 128 columns of values the sum comes out of the product itself, by a column of ones, so it is of p
+as it was rounded; beyond, there is no room for that column and p is added before it is rounded. The 2^8 puts the
+largest probability where e4m3 has its range. The lse of a row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def attention(
     *,
     accumulation: str = "fp32",
     two_level: bool | None = None,
-    row_sum: str = "exact",
+    row_sum: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit attention of what quantize_fp8 returned.
@@ -68,7 +69,8 @@ def attention(
         accumulation: "fp32", or "14bit": both products in Hopper's 8-bit accumulator (accumulator.py; slow; products of
             int8 stay exact, as they are there).
         two_level: default the recipe's; with "fp32" it makes no difference.
-        row_sum: "exact" adds the probabilities before they are rounded to e4m3, as the kernel does; "rounded" after.
+        row_sum: "exact" adds the probabilities before they are rounded to e4m3, "rounded" after; default as the kernel
+            of the head dimension does (kernel_row_sum).
         out_dtype: default qkv.dtype, the 16-bit dtype of the inputs.
 
     Returns:
@@ -77,8 +79,9 @@ def attention(
     """
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"accumulation is {accumulation!r}: must be 'fp32' or '14bit'; the default is 'fp32'")
+    row_sum = kernel_row_sum(qkv.v.shape[2]) if row_sum is None else row_sum
     if row_sum not in ROW_SUMS:
-        raise ValueError(f"row_sum is {row_sum!r}: must be 'exact' or 'rounded'; the kernel's is 'exact'")
+        raise ValueError(f"row_sum is {row_sum!r}: must be 'exact' or 'rounded'; None is the kernel's")
     scale = qkv.head_dim**-0.5 if softmax_scale is None else softmax_scale
     seqlen_q, seqlen_k = qkv.q.shape[1], qkv.seqlen_k
     left, right = checks.normalize_window(causal, window_size)
@@ -89,6 +92,11 @@ def attention(
     settings = _Settings(mask, group, is_14bit and qkv.q.dtype != torch.int8, is_14bit, levels, row_sum == "rounded")
     with torch.autocast(qkv.q.device.type, enabled=False):  # it would round scores to 16 bits
         return _forward(qkv, scale, settings, qkv.dtype if out_dtype is None else out_dtype)
+
+
+def kernel_row_sum(columns_v: int) -> str:
+    """What the kernel that computes values at columns_v columns adds up (cpp/core/config8.hpp, sum_columns)."""
+    return "rounded" if columns_v <= 128 else "exact"
 
 
 def _forward(

@@ -10,22 +10,16 @@ E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
 LEAST_AMAX = 1e-12  # of a block that is all zeros: its scale stays a normal number
-MAX_HEAD_DIM = 256
+COMPUTED_HEAD_DIMS = (64, 96, 128, 192, 256)
 
 
 def computed_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """The head dimensions at which kernels compute: those of the smallest row of their table that holds both sizes.
-
-    Rows are 64, 96, 128, 192 and 256 for both, and 192 for queries and keys with 128 for values.
-    """
-    if 128 < head_dim <= 192 and head_dim_v <= 128:
-        return 192, 128
-    for size in (64, 96, 128, 192, 256):
-        if max(head_dim, head_dim_v) <= size:
-            return size, size
-    raise ValueError(
-        f"head_dim is {head_dim}, head_dim_v {head_dim_v}: 8-bit attention takes at most {MAX_HEAD_DIM}; pass fp8=None"
-    )
+    """The columns that 8-bit queries and keys, and values, are stored with: each the next of 64, 96, 128, 192, 256."""
+    for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
+        if not 0 < size <= COMPUTED_HEAD_DIMS[-1]:
+            raise ValueError(f"{name} is {size}: 8-bit attention takes 1 to {COMPUTED_HEAD_DIMS[-1]}; pass fp8=None")
+    first, second = (next(d for d in COMPUTED_HEAD_DIMS if size <= d) for size in (head_dim, head_dim_v))
+    return first, second
 
 
 def block_count(rows: int, block: int) -> int:

@@ -63,7 +63,7 @@ def unflatten(tensors: tuple[_Tensor, ...], recipe: Fp8Recipe, dims: tuple[int, 
 def run_quantize(q: _Tensor, k: _Tensor, v: _Tensor, recipe: Fp8Recipe, backend: str) -> Fp8QKV:
     """Quantise checked tensors where the recipe is served: both ways write the same format."""
     if backend != "tiled" and hopper_fp8.quantize_refusal(q.device, q.dtype, (q.shape[3], v.shape[3]), recipe) is None:
-        return hopper_fp8.quantize(q, k, v, checks.dense(q, k, v), recipe)
+        return hopper_fp8.quantize(q, k, v, recipe)
     return quantize_in_torch(q, k, v, recipe)
 
 

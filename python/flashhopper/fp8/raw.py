@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .. import backends, checks
+from ..engine import hopper_fp8, hopper_quantize
 from . import formats, operators
 from .attention import OUTPUT_DTYPES
 from .quantize import Fp8QKV, k_major
@@ -75,7 +76,7 @@ def flash_attn_fp8_func(
     blocks = {side: _block(side, found[side].shape[2], rows[side]) for side in "qkv"}
     qk_format = "int8" if q8.dtype == torch.int8 else "e4m3"
     recipe = Fp8Recipe(qk_format, False, False, False, blocks["q"], blocks["k"], blocks["v"])
-    q_data, k_data, v_data = _padded(q8, columns), _padded(k8, columns), k_major(_padded(v8, columns_v))
+    q_data, k_data, v_data = _padded(q8, columns), _padded(k8, columns), _k_major(v8, columns_v)
     dims = (head_dim, head_dim_v)
     data_and_scales = (q_data, k_data, v_data, found["q"], found["k"], found["v"])
     qkv = Fp8QKV(*data_and_scales, None, None, None, recipe, *dims, out_dtype)
@@ -158,6 +159,14 @@ def _block(side: str, blocks: int, rows: int) -> int:
         f"{side}_descale has {blocks} blocks for {_ROWS[side]} {rows}: must be {min(rows, 1)}, or "
         f"{-(-rows // TILE_KEYS)} for blocks of {TILE_KEYS}{row_scales}"
     )
+
+
+def _k_major(v8: _Tensor, columns: int) -> _Tensor:
+    """Values in the layout of Fp8QKV, by the Hopper kernel where it runs, else by torch operations; the same bytes."""
+    is_plain = type(v8) is _Tensor and not torch.compiler.is_compiling()
+    if is_plain and backends.backend() != "tiled" and hopper_fp8.transpose_refusal(v8) is None:
+        return hopper_quantize.transpose_values(v8)
+    return k_major(_padded(v8, columns))
 
 
 def _padded(x: _Tensor, columns: int) -> _Tensor:

@@ -109,15 +109,17 @@ struct Consumer8 : ForwardConsumer<Traits> {
         float raised[kRowsPerThread];
         raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
         raised[1] = softmax.raise_max(scores, 1, kZero, factor[1], log2_scale);
+        auto const add_own_sum = [&](int r) {
+          if constexpr (!kSumsByProduct) softmax.add_sum(softmax.sum_of(scores, r), r, raised[r], log2_scale);
+        };
         softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale);
         this->release_after(storage.k_empty, at_k, scores[0]);
+        add_own_sum(0);
         softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale);
+        add_own_sum(1);
         between();
-        FLASHHOPPER_UNROLL
-        for (int r = 0; r < kRowsPerThread; ++r) {
-          if constexpr (!kSumsByProduct) softmax.add_sum(softmax.sum_of(scores, r), r, raised[r], log2_scale);
-          rescale[r] = raised[r];
-        }
+        rescale[0] = raised[0];
+        rescale[1] = raised[1];
         scale_in_flight = log2_scale;
         pack_probabilities(scores, probabilities);
       };
@@ -242,7 +244,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       float const* const mean = args.v_mean + kv_head_of(args, tile) * args.v_mean_columns + this->thread_column;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kOutputs; e += 4) {
-        if (accumulator_column(e) >= args.v_mean_columns) break;  // V may be stored narrower than it is computed
+        if (accumulator_column(e) >= args.v_mean_columns) continue;  // V may be stored narrower than it is computed
         float2 const two = *reinterpret_cast<float2 const*>(mean + accumulator_column(e));
         FLASHHOPPER_UNROLL
         for (int r = 0; r < kRowsPerThread; ++r) {

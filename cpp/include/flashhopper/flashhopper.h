@@ -60,10 +60,10 @@ typedef struct {
 // Attention of 8-bit tensors: an element is data * scale. q and k are e4m3 or int8, v is e4m3, out fp16 or bf16; the
 // product with v is summed in two levels. The mask is flashhopper_forward's.
 typedef struct {
-  flashhopper_tensor q;  // (batch, seqlen_q, heads,    columns)
-  flashhopper_tensor k;  // (batch, seqlen_k, kv_heads, columns)
-  flashhopper_tensor v;  // (batch, columns_v, kv_heads, keys): transposed, row_stride between columns of v; each 16
-                         // keys in the order 4c + e <- 2c + e % 2 + 8 * (e / 2), zeros from seqlen_k on
+  flashhopper_tensor q;    // (batch, seqlen_q, heads,    columns)
+  flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, columns)
+  flashhopper_tensor v;    // (batch, columns_v, kv_heads, keys): transposed, row_stride between columns of v; each 16
+                           // keys in the order 4c + e <- 2c + e % 2 + 8 * (e / 2), zeros from seqlen_k on
   flashhopper_tensor out;  // (batch, seqlen_q, heads,    head_dim_v)
   const float* q_scale;    // (batch, heads,    ceil(seqlen_q / q_block)), contiguous as the following
   const float* k_scale;    // (batch, kv_heads, ceil(seqlen_k / k_block))

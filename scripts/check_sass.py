@@ -18,10 +18,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Tensor core GEMM, TMA load, TMA store, asynchronous copy to shared memory, addition to floats in memory, in bulk or
-# four at a time: a kernel that lost one of them still computes, but is no longer this design.
+# Tensor core GEMM of 16 bits and of 8 (e4m3, int8), TMA load, TMA store, asynchronous copy to shared memory, addition
+# to floats in memory, in bulk or four at a time: a kernel that lost one of them still computes, but is no longer this
+# design.
 COUNTED = {
     "HGMMA": "HGMMA",
+    "GMMA8": "[QI]GMMA",
     "UTMALDG": "UTMALDG",
     "UTMASTG": "UTMASTG",
     "LDGSTS": "LDGSTS",
@@ -29,7 +31,7 @@ COUNTED = {
 }
 REQUIRED = {
     "forward_kernel": ("HGMMA", "UTMALDG"),
-    "forward8_kernel": ("QGMMA", "UTMALDG"),
+    "forward8_kernel": ("GMMA8", "UTMALDG"),
     "backward_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "RED"),
     "preprocess_kernel": (),
     "postprocess_kernel": (),
@@ -39,13 +41,13 @@ REQUIRED = {
     "quantize_values_kernel": ("LDGSTS",),
     "transpose_values_kernel": (),
 }
-MAIN_KERNELS = {"forward": "forward_kernel", "backward": "backward_kernel"}
+MAIN_KERNELS = {"forward": "forward_kernel", "forward8": "forward8_kernel", "backward": "backward_kernel"}
 # Of the quantiser's files, which hold several kernels each.
 QUANTIZE_KERNELS = {"quantize": "quantize_rows_kernel", "quantize_common": "transpose_values_kernel"}
 LOCAL_MEMORY = r"(LDL|STL)\b"
 PRODUCER_STACK = 16
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
-# The two waits of a step of the forward's main loop: for the scores, with P V in flight; for P V.
+# The two waits of a step of the 16-bit forward's main loop: for the scores, with P V in flight; for P V.
 SCORES_DONE, PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 EXPONENTIAL = "MUFU.EX2"
 Code = list[tuple[int, str]]  # address and instruction, without its predicate
@@ -109,22 +111,32 @@ def count(code: Code, pattern: str) -> int:
     return sum(re.match(pattern, instruction) is not None for _, instruction in code)
 
 
-def order_problem(code: Code) -> str | None:
-    """What is wrong with the main loop of a forward kernel: P V must be waited for after the first exponential of the
-    step and before half of them. cpp/forward/consumer.hpp says why; ptxas, left alone, puts the wait elsewhere.
+def innermost_loop(code: Code, place: int) -> list[str] | None:
+    """The instructions from the target of the first backward branch that encloses a place to that branch, turned so
+    that they begin at the place; None where no branch encloses it.
     """
-    steps = [place for place, (_, instruction) in enumerate(code) if instruction == SCORES_DONE]
-    if not steps:
+    for last in range(place + 1, len(code)):
+        target = re.match(r"BRA (?:!?U?P\w+, )?0x([0-9a-f]+)", code[last][1])
+        if target and int(target[1], 16) <= code[place][0]:
+            loop = [instruction for address, instruction in code[: last + 1] if address >= int(target[1], 16)]
+            turn = len(loop) - 1 - (last - place)
+            return loop[turn:] + loop[:turn]
+    return None
+
+
+def order_problem(code: Code) -> str | None:
+    """What is wrong with the main loop of a 16-bit forward kernel: P V must be waited for after the first exponential
+    of the step and before half of them. cpp/forward/consumer16.hpp says why; ptxas, left alone, puts the wait
+    elsewhere. The loop over tiles has such waits of its own around the steps: a loop with several is none of steps.
+    """
+    waits_for_scores = [place for place, (_, instruction) in enumerate(code) if instruction == SCORES_DONE]
+    if not waits_for_scores:
         return "no main loop: nothing waits for scores with P V in flight"
-    for start in steps:
-        step = []
-        for address, instruction in code[start:]:
-            step.append(instruction)
-            target = re.match(r"BRA (?:!?U?P\w+, )?0x([0-9a-f]+)", instruction)
-            if target and int(target[1], 16) <= code[start][0] < address:
-                break
-        else:
-            return "the wait for scores with P V in flight stands in no loop"
+    loops = [loop for place in waits_for_scores if (loop := innermost_loop(code, place)) is not None]
+    steps = [loop for loop in loops if loop.count(SCORES_DONE) == 1]
+    if not steps:
+        return "no main loop: the waits for scores with P V in flight stand in no loop of their own"
+    for step in steps:
         waits = [place for place, instruction in enumerate(step) if instruction == PV_DONE]
         if len(waits) != 1:
             return f"P V is waited for {len(waits)} times in a step of the main loop, not once"
@@ -174,12 +186,18 @@ def check_kernel(kernel: str, code: Code, stack: int, spills: int) -> list[str]:
     return problems
 
 
+def kernel_name(mangled: str) -> str:
+    """As in REQUIRED. One template makes the forward kernels of either width: the traits tell them apart."""
+    found = re.search(r"\d([a-z_]+_kernel)[IE]", mangled)  # the name behind its length, before its arguments
+    name = found[1] if found else mangled
+    return "forward8_kernel" if name == "forward_kernel" and "Forward8Traits" in mangled else name
+
+
 def check_instance(instance: str, main_kernel: str, log: str, kernels: dict[str, Code]) -> list[str]:
     problems = [f"ptxas says {line.strip()}" for line in log.splitlines() if re.search(r"\(C\d+\)", line)]
     seen = set()
     for mangled, stack, spills, registers in ptxas_entries(log):
-        found = re.search(r"\d([a-z_]+_kernel)[IE]", mangled)  # the name behind its length, before its arguments
-        kernel = found[1] if found else mangled
+        kernel = kernel_name(mangled)
         seen.add(kernel)
         code = kernels.get(mangled, [])
         counts = [count(code, pattern) for pattern in COUNTED.values()]

@@ -11,6 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts" / "check_sass.py"
 NAMES = {
     "forward_kernel": "14forward_kernelINS_13ForwardTraitsILi2EN7cutlass10bfloat16_tEEEEEvNS_11ForwardArgsE",
+    "forward8_kernel": "14forward_kernelINS_14Forward8TraitsILi2EN7cutlass12float_e4m3_tEEEEEvNT_4ArgsE",
     "backward_kernel": "15backward_kernelINS_14BackwardTraitsILi1EN7cutlass6half_tEEEEEvNS_12BackwardArgsE",
     "preprocess_kernel": "17preprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
     "postprocess_kernel": "18postprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
@@ -21,21 +22,38 @@ NAMES = {kernel: f"_ZN11flashhopper{name}" for kernel, name in NAMES.items()}
 SCORES_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 EX2 = "MUFU.EX2 R12, R12"
-TMA = ["UTMALDG.4D [UR8], [UR14], desc[UR16]", "UTMASTG.4D [UR8], [UR6]"]
+TMA_LOAD = "UTMALDG.4D [UR8], [UR14], desc[UR16]"
+TMA = [TMA_LOAD, "UTMASTG.4D [UR8], [UR6]"]
 HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR40], RZ, !UPT"
+QGMMA = "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR40], RZ, !UPT"
+IGMMA = "IGMMA.64x128x32.S8.S8 R24, gdesc[UR40], R24"
 RED = "UBLKRED.G.S.ADD.F32.RN [UR8], [UR4], UR5"
 RED_OF_FOUR, RED_OF_ONE = (f"REDG.E.ADD.{kind}.FTZ.RN.STRONG.GPU desc[UR4][R16.64], R152" for kind in ("F32x4", "F32"))
 
 
-def step(*, early: int = 1, late: int = 3, loops_to: int = 0x10) -> list[str]:
-    """A forward kernel: a first block, the main loop from 0x10 on, the last product."""
-    head = [EX2, HGMMA, SCORES_DONE, "@P1 BRA P2, 0x9000"]
-    loop = [*head[1:], *[EX2] * early, PV_DONE, *[EX2] * late, f"@P1 BRA 0x{loops_to:x}"]
-    return [EX2, *loop, HGMMA, PV_DONE, *TMA]
+def step(*, early: int = 1, late: int = 3, loops_to: int = 0x20, tile_loops_to: int = 0x10) -> list[str]:
+    """A forward kernel: a first block, the main loop from 0x20 on, the last product, which is waited for with the next
+    tile's scores in flight, and the loop over tiles from 0x10 on.
+    """
+    loop = [HGMMA, SCORES_DONE, "@P1 BRA P2, 0x9000", *[EX2] * early, PV_DONE, *[EX2] * late]
+    steps = [PV_DONE, *loop, f"@P1 BRA 0x{loops_to:x}"]
+    return [TMA_LOAD, *steps, HGMMA, SCORES_DONE, EX2, f"@P2 BRA 0x{tile_loops_to:x}", PV_DONE]
+
+
+def rolled() -> list[str]:
+    """The same with the loop of steps entered in its midst: the late exponentials of a step stand above its wait."""
+    loop = [*[EX2] * 3, HGMMA, SCORES_DONE, EX2, PV_DONE, "@P1 BRA 0x20"]
+    return [TMA_LOAD, PV_DONE, *loop, HGMMA, SCORES_DONE, EX2, "@P2 BRA 0x10", PV_DONE]
+
+
+def without_pv_waits(code: list[str]) -> list[str]:
+    """Their places stay taken, so that branches still meet their targets."""
+    return ["NOP" if instruction == PV_DONE else instruction for instruction in code]
 
 
 GOOD = {
     "forward_kernel": step(),
+    "forward8_kernel": [IGMMA, QGMMA, TMA_LOAD],
     "backward_kernel": [HGMMA, RED, *TMA],
     "preprocess_kernel": ["LDG.E.128.CONSTANT R4, desc[UR4][R2.64]"],
     "postprocess_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
@@ -84,6 +102,7 @@ def build(tmp_path: Path) -> Path:
     (tmp_path / "generated").mkdir()
     for direction, kernels in (
         ("forward", ("forward_kernel",)),
+        ("forward8", ("forward8_kernel",)),
         ("backward", ("preprocess_kernel", "backward_kernel", "postprocess_kernel")),
     ):
         listing = f"// Written by hand.\nFLASHHOPPER_INSTANCE({direction}_row, bf16)\n"
@@ -114,17 +133,39 @@ def test_a_build_without_kernels_of_a_direction(
     assert problems(script, build, monkeypatch) == []
 
 
-@pytest.mark.parametrize("kernel", ["forward_kernel", "backward_kernel"])
-@pytest.mark.parametrize("opcode", ["HGMMA", "UTMALDG", "UTMASTG", "UBLKRED"])
+@pytest.mark.parametrize("kernel", ["forward_kernel", "forward8_kernel", "backward_kernel"])
+@pytest.mark.parametrize("opcode", ["HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "UBLKRED"])
 def test_a_lost_instruction(
     script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, opcode: str
 ) -> None:
-    code = [instruction for instruction in GOOD[kernel] if not instruction.startswith(opcode)]
+    gone = ("QGMMA", "IGMMA") if opcode == "QGMMA" else opcode
+    code = [instruction for instruction in GOOD[kernel] if not instruction.startswith(gone)]
     found = problems(script, build, monkeypatch, **{kernel: code})
     if len(code) == len(GOOD[kernel]):
         assert found == []
     else:
-        assert any(f"{kernel}: no " in problem and "in its SASS" in problem for problem in found)
+        assert any(f": {kernel}: no " in problem and "in its SASS" in problem for problem in found)
+
+
+@pytest.mark.parametrize("gemm", [QGMMA, IGMMA])
+def test_one_kind_of_8bit_gemm_suffices(
+    script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, gemm: str
+) -> None:
+    assert problems(script, build, monkeypatch, forward8_kernel=[gemm, TMA_LOAD]) == []
+
+
+def test_the_8bit_forward_is_told_by_its_traits(
+    script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem,) = problems(script, build, monkeypatch, forward8_kernel=[HGMMA, TMA_LOAD])
+    assert problem == "forward8_row_bf16: forward8_kernel: no GMMA8 in its SASS"
+    log = build / "CMakeFiles/flashhopper_kernels.dir/instances/forward8_row_bf16.cu.o.ptxas"
+    log.write_text(ptxas_log("forward8_kernel", spills=4))
+    (problem,) = problems(script, build, monkeypatch)
+    assert problem.startswith("forward8_row_bf16: forward8_kernel: 0 bytes of stack, 8 bytes of spills")
+    log.write_text(ptxas_log("forward_kernel"))
+    (problem,) = problems(script, build, monkeypatch)
+    assert problem == "forward8_row_bf16: no forward8_kernel in its ptxas log"
 
 
 def test_additions_to_memory(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +225,10 @@ def test_logs(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) 
         (step(early=3, late=2), "after 3 of the 5 exponentials"),
         (step(early=4, late=0), "after 4 of the 4 exponentials"),
         (step(early=0, late=0), "after 0 of the 0 exponentials"),
-        (step(loops_to=0x7000), "stands in no loop"),
-        ([x for x in step() if x != PV_DONE], "waited for 0 times"),
-        ([y for x in step() for y in ([x, x] if x == PV_DONE else [x])], "waited for 2 times"),
+        (step(loops_to=0x7000), "in no loop of their own"),  # the loop over tiles holds both waits
+        (step(loops_to=0x7000, tile_loops_to=0x7000), "in no loop of their own"),
+        (without_pv_waits(step()), "waited for 0 times"),
+        ([PV_DONE if place == 7 else x for place, x in enumerate(step())], "waited for 2 times"),
         ([x for x in step() if x != SCORES_DONE], "no main loop"),
     ],
 )
@@ -203,3 +245,7 @@ def test_the_wait_for_pv_in_the_right_place(
     script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, early: int, late: int
 ) -> None:
     assert problems(script, build, monkeypatch, forward_kernel=step(early=early, late=late)) == []
+
+
+def test_a_loop_entered_in_its_midst(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems(script, build, monkeypatch, forward_kernel=rolled()) == []

@@ -8,9 +8,9 @@ Keys come in tiles of 128, the last visible tile first. In base 2, for row r and
     O = O 2^(m - m_new) + e4m3(p) @ v,   at the end  out = O / l + v_mean
 
 The scale of a block of values rides on its probabilities, which cost no more for it, and leaves the row sum by one
-factor a tile. Up to 128 columns of values the sum comes out of the product itself, by a column of ones, so it is of
-p as it was rounded; beyond, there is no room for that column and p is added before it is rounded. The 2^8 puts the largest probability where e4m3 has its range. The lse of a row is
-(m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
+factor a tile. Up to 128 columns of values the sum comes out of the product itself, by a column of ones, so it is of p
+as it was rounded; beyond, there is no room for that column and p is added before it is rounded. The 2^8 puts the
+largest probability where e4m3 has its range. The lse of a row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
 """
 
 from __future__ import annotations

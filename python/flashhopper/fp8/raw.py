@@ -162,7 +162,7 @@ def _block(side: str, blocks: int, rows: int) -> int:
 
 
 def _k_major(v8: _Tensor, columns: int) -> _Tensor:
-    """Values in the layout of Fp8QKV: by the Hopper kernel where it runs, else by torch operations, alike to the bit."""
+    """Values in the layout of Fp8QKV, by the Hopper kernel where it runs, else by torch operations; the same bytes."""
     is_plain = type(v8) is _Tensor and not torch.compiler.is_compiling()
     if is_plain and backends.backend() != "tiled" and hopper_fp8.transpose_refusal(v8) is None:
         return hopper_quantize.transpose_values(v8)

@@ -142,7 +142,7 @@ def problems(
     for family in FAMILIES:
         for keys, queries in sizes:
             for head_dim in head_dims:
-                shape = {"seqlen_q": queries, "seqlen_k": keys, "heads": HEADS, "head_dim": head_dim}
+                shape: dict[str, Any] = {"seqlen_q": queries, "seqlen_k": keys, "heads": HEADS, "head_dim": head_dim}
                 q, k, v = make_inputs(family, **shape, device=device, seed=keys + head_dim)
                 yield Problem(family, q, k, v, True, head_dim**-0.5)
 

@@ -131,7 +131,7 @@ class _CudnnGraph:
         self.graph = graph = cudnn.pygraph(handle=self.handle, **types)
         data, descales = zip(*(quantize_per_tensor(x) for x in (q, k, v)), strict=True)
         # Outputs are means of values: they cannot exceed the largest of them.
-        self.out_descale = descales[2]
+        self.out_descale: _Tensor = descales[2]
         one = torch.ones(1, 1, 1, 1, device=q.device)
         scales = (*descales, one / PROBABILITY_SCALE, one * PROBABILITY_SCALE, 1.0 / self.out_descale)
         self.out = torch.empty((*q.shape[:3], v.size(3)), dtype=E4M3, device=q.device)

@@ -19,7 +19,6 @@ from benchmarks.cells import Cell
 from benchmarks.harness import Row, make_row
 from benchmarks.peers import inputs
 from benchmarks.peers_fp8 import recipes
-from flashhopper import checks
 from flashhopper.engine import hopper_fp8
 from flashhopper.fp8 import Fp8QKV, Fp8Recipe
 
@@ -40,7 +39,7 @@ def on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Reci
     refusal = hopper_fp8.quantize_refusal(q.device, q.dtype, (q.shape[3], v.shape[3]), recipe)
     if refusal is not None:
         raise NotImplementedError(refusal)
-    return hopper_fp8.quantize(q, k, v, checks.dense(q, k, v), recipe)
+    return hopper_fp8.quantize(q, k, v, recipe)
 
 
 def bytes_moved(tensors: Sequence[torch.Tensor], result: Fp8QKV) -> int:

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.digest import ROOT
-from benchmarks.targets import TARGETS, VMEAN_TARGET
 from flashhopper import flash_attn_func
 from flashhopper.fp8 import Fp8Recipe, emulate
 from flashhopper.fp8.quantize import quantize

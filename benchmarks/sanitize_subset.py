@@ -10,14 +10,13 @@ import sys
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import flashhopper
 from benchmarks.abi import Library, Tensors
 from benchmarks.peers import TORCH_DTYPES
-from flashhopper import checks
 from flashhopper.engine import hopper_fp8
 from flashhopper.fp8 import Fp8QKV, emulate
 
@@ -131,8 +130,9 @@ def _run_backward(library: Library, case: Case, deterministic: bool, generator: 
 
 
 def _on_cpu(qkv: Fp8QKV) -> Fp8QKV:
-    tensors = {f.name: getattr(qkv, f.name) for f in fields(qkv)}
-    return replace(qkv, **{name: x.cpu() for name, x in tensors.items() if isinstance(x, torch.Tensor)})
+    tensors: dict[str, Any] = {f.name: getattr(qkv, f.name) for f in fields(qkv)}
+    moved: dict[str, Any] = {name: x.cpu() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
+    return replace(qkv, **moved)
 
 
 def _run_8bit(case: Case, recipe: flashhopper.Fp8Recipe, generator: torch.Generator) -> tuple[float, float]:
@@ -140,7 +140,7 @@ def _run_8bit(case: Case, recipe: flashhopper.Fp8Recipe, generator: torch.Genera
     against the emulation."""
     inputs, _ = _inputs(case, generator)
     q, k, v = (x.cuda() for x in inputs)
-    qkv = hopper_fp8.quantize(q, k, v, checks.dense(q, k, v), recipe)
+    qkv = hopper_fp8.quantize(q, k, v, recipe)
     out, _ = hopper_fp8.forward(qkv, case.head_dim**-0.5, -1, 0 if case.causal else -1, 0)
     torch.cuda.synchronize()
     host = _on_cpu(qkv)

@@ -1,6 +1,7 @@
 """What the 8-bit recipes must reach, and whether rows of the record's part accuracy:fp8 do. Standard library only.
 
-Before it: accuracy_fp8.py, tables_fp8.py, recipes.py; after it: nothing. A row holds `results`: contender -> metrics,
+The limits are those of flashhopper.report.contenders, which needs torch; a test holds them equal. Before it:
+accuracy_fp8.py, tables_fp8.py; after it: nothing. A row holds `results`: contender -> metrics,
 each metric of one output against float64 attention of the 16-bit inputs:
 
     relative_rmse          of the kernel

@@ -21,6 +21,7 @@ from benchmarks.peers import inputs
 from benchmarks.timing import Contender
 from flashhopper import backends
 from flashhopper.fp8 import emulate
+from flashhopper.report import contenders
 
 OURS = ("flashhopper_e4m3", "flashhopper_accurate", "flashhopper_e4m3_call", "flashhopper_accurate_call")
 
@@ -247,6 +248,11 @@ def test_targets_are_judged() -> None:
     assert targets.ideal_ratio(_accuracy_row("normal", 1, {"e4m3": 0.02}, ideal=1.25), "e4m3") == pytest.approx(1.25)
 
 
+def test_targets_are_those_of_the_report() -> None:
+    assert contenders.TARGETS == targets.TARGETS
+    assert contenders.VMEAN_TARGET == targets.VMEAN_TARGET
+
+
 def _speed_row() -> dict[str, Any]:
     value = {"flashhopper_e4m3": 1000.0, "flashhopper_accurate": 900.0, "flashhopper_e4m3_call": 800.0}
     value |= {"flashhopper_bf16": 500.0, "fa3": 800.0}
@@ -348,7 +354,7 @@ def test_bounds_of_the_sanitizer_subset(
     """The kernels' calls replaced by torch operations: what the bounds allow is far from what these lose."""
     hopper = sanitize_subset.hopper_fp8
 
-    def quantize(q: Any, k: Any, v: Any, sizes: Any, chosen: Any) -> Any:
+    def quantize(q: Any, k: Any, v: Any, chosen: Any) -> Any:
         with flashhopper.set_backend("tiled"):
             return flashhopper.quantize_fp8(q, k, v, chosen)
 

@@ -11,13 +11,14 @@ E4M3_MAX = 448.0
 INT8_MAX = 127.0
 LEAST_AMAX = 1e-12  # of a block that is all zeros: its scale stays a normal number
 COMPUTED_HEAD_DIMS = (64, 96, 128, 192, 256)
+MAX_HEAD_DIM = COMPUTED_HEAD_DIMS[-1]
 
 
 def computed_head_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
     """The columns that 8-bit queries and keys, and values, are stored with: each the next of 64, 96, 128, 192, 256."""
     for name, size in (("head_dim", head_dim), ("head_dim_v", head_dim_v)):
-        if not 0 < size <= COMPUTED_HEAD_DIMS[-1]:
-            raise ValueError(f"{name} is {size}: 8-bit attention takes 1 to {COMPUTED_HEAD_DIMS[-1]}; pass fp8=None")
+        if not 0 < size <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} is {size}: 8-bit attention takes 1 to {MAX_HEAD_DIM}; pass fp8=None")
     first, second = (next(d for d in COMPUTED_HEAD_DIMS if size <= d) for size in (head_dim, head_dim_v))
     return first, second
 

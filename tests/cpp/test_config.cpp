@@ -25,6 +25,67 @@ void rows_fit() {
   CHECK(find_forward_config("fwd_nothing") == -1);
 }
 
+void rows_of_8_bits_fit() {
+  std::set<std::string_view> names;
+  for (ForwardConfig const& row : kForward8Configs) {
+    CHECK(is_valid8(row));
+    CHECK(names.insert(row.name).second);
+    CHECK(find_forward_config(row.name) == -1);
+    CHECK(kForward8Configs[find_forward8_config(row.name)].name == row.name);
+    CHECK(smem_bytes(row) <= 227 * 1024);
+    CHECK(kWarpgroupThreads * (producer_registers(row) + consumer_warpgroups(row) * consumer_registers(row)) <=
+          64 * 1024);
+    // A step has one scale of K and one of V.
+    CHECK(row.element_bytes == 1 && kScaleBlock % row.tile_n == 0);
+    CHECK(row.head_dim_v % row.partial_columns == 0 && (row.partial_columns + sum_columns(row)) % 8 == 0);
+    // Columns that sum come where one product covers all columns of V, and nowhere else.
+    CHECK(sum_columns(row) == (row.partial_columns == row.head_dim_v ? 8 : 0));
+    CHECK(sum_columns(row) == (row.head_dim_v <= 128 ? 8 : 0));  // as fp8/emulate.py has it
+    // A stage of V holds its columns and those that sum in whole swizzle atoms of 8 rows of 128 bytes.
+    CHECK((row.head_dim_v + sum_columns(row)) % 8 == 0 && row.tile_n == 128);
+    int const box = box_columns(row.head_dim, 1);
+    CHECK(row.head_dim % box == 0 && (box == 128 || box == 64 || box == 32));
+  }
+  CHECK(find_forward8_config("fwd8_nothing") == -1);
+  CHECK(box_columns(64, 1) == 64 && box_columns(96, 1) == 32 && box_columns(128, 1) == 128);
+  CHECK(box_columns(192, 1) == 64 && box_columns(256, 1) == 128);
+  for (ForwardConfig const& row : kForwardConfigs) CHECK(sum_columns(row) == 0);
+}
+
+void validity_of_8_bits_can_fail() {
+  ForwardConfig const good = kForward8Configs[find_forward8_config("fwd8_hd128_m128_n128")];
+  ForwardConfig row = good;
+  row.element_bytes = 2;
+  CHECK(!is_valid8(row));
+  row = good;
+  row.tile_n = 96;  // a step across two scales
+  CHECK(!is_valid8(row));
+  row = good;
+  row.partial_columns = 0;
+  CHECK(!is_valid8(row));
+  row = good;
+  row.partial_columns = 64;  // with overlap the product has all columns
+  CHECK(!is_valid8(row));
+  row = good;
+  row.stages = 64;
+  CHECK(!is_valid8(row));
+}
+
+void heuristics_choose_the_smallest_row_of_8_bits() {
+  Mask const full{1024, 1024, -1, -1}, causal{1024, 1024, -1, 0};
+  auto const all = [](int) { return true; };
+  for (Mask const& mask : {full, causal}) {
+    for (int d : {64, 96, 128, 192, 256}) {
+      int const index = choose_forward8_config(d, d, mask, all);
+      if (CHECK(index >= 0)) CHECK(kForward8Configs[index].head_dim == d && kForward8Configs[index].head_dim_v == d);
+    }
+    int const narrow = choose_forward8_config(192, 128, mask, all);
+    if (CHECK(narrow >= 0)) CHECK(kForward8Configs[narrow].head_dim == 192);
+    CHECK(choose_forward8_config(272, 64, mask, all) == -1);
+    CHECK(choose_forward8_config(64, 64, mask, [](int) { return false; }) == -1);
+  }
+}
+
 void validity_can_fail() {
   ForwardConfig row = kForwardConfigs[0];
   row.tile_n = 8;
@@ -158,6 +219,9 @@ void heuristics_respect_the_build() {
 int main() {
   heuristics_respect_the_build();
   rows_fit();
+  rows_of_8_bits_fit();
+  validity_of_8_bits_can_fail();
+  heuristics_choose_the_smallest_row_of_8_bits();
   validity_can_fail();
   backward_rows_fit();
   backward_validity_can_fail();

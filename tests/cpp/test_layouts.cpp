@@ -8,6 +8,8 @@
 
 #include "check.hpp"
 #include "core/backward_config.hpp"
+#include "core/config8.hpp"
+#include "core/elements.hpp"
 #include "core/layouts.hpp"
 
 using namespace flashhopper;
@@ -55,6 +57,68 @@ void probabilities() {
   for (int e = 0; e < kColumns / 2; ++e) CHECK(static_cast<int>(layout(e)) == e);
 }
 
+// One byte an element: boxes of 128, 64 or 32 bytes, 16-byte chunks permuted by the row; kRows need not be whole atoms
+// of what TMA writes, for the rows of V^T that sum follow it.
+template <class Byte, int kRows, int kColumns, int kStages>
+void compare_bytes() {
+  auto const tile = cute::as_position_independent_swizzle_layout(TileLayout<Byte, kRows, kColumns, kStages>{});
+  constexpr int kSize = kRows * kColumns * kStages, kBox = box_columns(kColumns, 1);
+  CHECK(cute::size(tile) == kSize && cute::cosize(tile) == kSize);
+  std::vector<int> hits(kSize, 0);
+  for (int s = 0; s < kStages; ++s) {
+    for (int r = 0; r < kRows; ++r) {
+      for (int c = 0; c < kColumns; ++c) {
+        int const offset = static_cast<int>(tile(r, c, s));
+        if (CHECK(offset >= 0 && offset < kSize)) ++hits[offset];
+        int const within = c % kBox, chunk = within / 16;
+        int const swizzled = kBox == 128 ? chunk ^ (r % 8) : kBox == 64 ? chunk ^ (r / 2 % 4) : chunk ^ (r / 4 % 2);
+        CHECK(offset == s * kRows * kColumns + c / kBox * kRows * kBox + r * kBox + swizzled * 16 + within % 16);
+      }
+    }
+  }
+  for (int count : hits) CHECK(count == 1);
+}
+
+// V^T with its columns that sum: they are the last bytes of a stage, row after row of 128 keys, the ones in front, so
+// that storage.hpp fills them without knowing the swizzle.
+template <int kColumns, int kSums, int kStages>
+void sum_rows() {
+  using Layout = TileLayout<element::e4m3, kColumns + kSums, 128, kStages>;
+  auto const tile = cute::as_position_independent_swizzle_layout(Layout{});
+  for (int s = 0; s < kStages; ++s) {
+    for (int r = 0; r < kColumns + kSums; ++r) {
+      for (int c = 0; c < 128; ++c) {
+        int const offset = static_cast<int>(tile(r, c, s)) - s * (kColumns + kSums) * 128;
+        CHECK(offset / 128 == r);
+      }
+    }
+  }
+}
+
+// A thread's four packed registers of 32 keys are the operand as it lies.
+template <int kColumns>
+void probabilities8() {
+  ProbabilityLayout8<kColumns> const layout{};
+  CHECK(cute::size(layout) == kColumns / 2);
+  for (int e = 0; e < kColumns / 2; ++e) CHECK(static_cast<int>(layout(e)) == e);
+}
+
+template <int... kIndex>
+void forward8_table(std::integer_sequence<int, kIndex...>) {
+  using element::e4m3, element::int8;
+  (compare_bytes<e4m3, kWarpgroupRows, kForward8Configs[kIndex].head_dim, kForward8Configs[kIndex].q_stages>(), ...);
+  (compare_bytes<int8, kForward8Configs[kIndex].tile_n, kForward8Configs[kIndex].head_dim,
+                 kForward8Configs[kIndex].stages>(),
+   ...);
+  (compare_bytes<e4m3, kForward8Configs[kIndex].head_dim_v + sum_columns(kForward8Configs[kIndex]),
+                 kForward8Configs[kIndex].tile_n, kForward8Configs[kIndex].stages>(),
+   ...);
+  (sum_rows<kForward8Configs[kIndex].head_dim_v, sum_columns(kForward8Configs[kIndex]),
+            kForward8Configs[kIndex].stages>(),
+   ...);
+  (probabilities8<kForward8Configs[kIndex].tile_n>(), ...);
+}
+
 template <int... kIndex>
 void forward_table(std::integer_sequence<int, kIndex...>) {
   (compare<kWarpgroupRows, kForwardConfigs[kIndex].head_dim, kForwardConfigs[kIndex].q_stages>(), ...);
@@ -94,6 +158,7 @@ void narrow_boxes() {
 int main() {
   forward_table(std::make_integer_sequence<int, kForwardConfigCount>{});
   backward_table(std::make_integer_sequence<int, kBackwardConfigCount>{});
+  forward8_table(std::make_integer_sequence<int, kForward8ConfigCount>{});
   narrow_boxes();
   return check::report("layouts");
 }

@@ -1,4 +1,5 @@
-// The online softmax of one thread against double precision, over blocks that may be masked in part or whole.
+// The online softmax of one thread against double precision, over blocks that may be masked in part or whole; with one
+// scale for all scores (16 bits), and with scales of rows and blocks (8 bits).
 #include <cmath>
 #include <random>
 #include <vector>
@@ -54,6 +55,102 @@ void run(int blocks, double keep_probability, double spread, float scale, std::m
   }
 }
 
+// Raw scores are whole numbers, as sums of int8 products are, and start from `zero`. What a block's values lack by
+// their scale comes back through the probabilities: the sum of p * stored value is that of p * value.
+void run_scaled(int blocks, double keep_probability, double spread, float zero, bool in_other_order,
+                std::mt19937& random) {
+  std::normal_distribution<double> normal(0.0, spread);
+  std::bernoulli_distribution keep(keep_probability);
+  std::uniform_real_distribution<float> scale_of(0.2f, 5.f);
+  ScaledSoftmax softmax;
+  float const q_factor[kRowsPerThread] = {scale_of(random) * 1e-3f, scale_of(random) * 1e-3f};
+  double output[kRowsPerThread] = {0, 0};
+  std::vector<double> seen[kRowsPerThread], values[kRowsPerThread];
+  for (int b = 0; b < blocks; ++b) {
+    float const k_scale = scale_of(random), v_scale = scale_of(random), log2_scale = fast_log2(v_scale);
+    float scores[kElements], rescale[kRowsPerThread];
+    for (int e = 0; e < kElements; ++e) {
+      int const r = accumulator_row(e);
+      double const raw = std::round(normal(random));
+      bool const visible = keep(random);
+      scores[e] = visible ? zero + static_cast<float>(raw) : -INFINITY;
+      if (!visible) continue;
+      seen[r].push_back(raw * q_factor[r] * k_scale);
+      values[r].push_back((b * 10 + e) * v_scale);
+    }
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float const factor = q_factor[r] * k_scale;
+      rescale[r] = softmax.raise_max(scores, r, zero, factor, log2_scale);
+      softmax.exponentiate(scores, r, zero, factor, log2_scale);
+      output[r] *= rescale[r];
+    }
+    for (int e = 0; e < kElements; ++e) {
+      CHECK(scores[e] >= 0.f && scores[e] < 448.f);  // what e4m3 holds
+      output[accumulator_row(e)] += static_cast<double>(scores[e]) * (b * 10 + e);
+    }
+    // By sum_of, or as the product brings it.
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float sum = ScaledSoftmax::sum_of(scores, r);
+      if (in_other_order) {
+        sum = 0.f;
+        for (int e = kElements - 1; e >= 0; --e) sum += accumulator_row(e) == r ? scores[e] : 0.f;
+      }
+      softmax.add_sum(sum, r, rescale[r], log2_scale);
+    }
+  }
+  float normalise[kRowsPerThread], lse[kRowsPerThread];
+  softmax.finish(normalise, lse);
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    double sum = 0, expected = 0, highest = -INFINITY;
+    for (double s : seen[r]) highest = std::max(highest, s);
+    for (size_t i = 0; i < seen[r].size(); ++i) {
+      double const p = std::exp2(seen[r][i] - highest);
+      sum += p;
+      expected += p * values[r][i];
+    }
+    bool const empty = seen[r].empty();
+    // From an integer zero, zero * factor is what exponents round at: half a unit in its last place, each block its
+    // own.
+    double const tolerance = zero == 0.f ? 1e-4 : 1e-4 + 4.0 * std::ldexp(zero * q_factor[r] * 5.0, -24);
+    CHECK(close(lse[r], empty ? -INFINITY : (highest + std::log2(sum)) * std::log(2.0), tolerance));
+    CHECK(close(output[r] * normalise[r], empty ? 0.0 : expected / sum, tolerance));
+    CHECK(!std::isnan(lse[r]) && !std::isnan(normalise[r]));
+  }
+}
+
+// The scale of values leaves lse and the weights alone: a block's own and a common one.
+void value_scales_leave_lse_alone() {
+  for (float v_scale : {1e-12f / 448.f, 1e-3f, 1.f, 1e3f}) {
+    ScaledSoftmax softmax;
+    float scores[kElements];
+    float const log2_scale = fast_log2(v_scale);
+    for (int e = 0; e < kElements; ++e) scores[e] = static_cast<float>(e);
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float const rescale = softmax.raise_max(scores, r, 0.f, 0.f, log2_scale);
+      softmax.exponentiate(scores, r, 0.f, 0.f, log2_scale);
+      softmax.add_sum(ScaledSoftmax::sum_of(scores, r), r, rescale, log2_scale);
+    }
+    for (float p : scores) CHECK(close(p, 256.0, 1e-4));
+    float normalise[kRowsPerThread], lse[kRowsPerThread];
+    softmax.finish(normalise, lse);
+    for (float x : lse) CHECK(close(x, std::log(kElements / 2.0), 1e-4));
+  }
+}
+
+void scaled_nan_stays_visible() {
+  ScaledSoftmax softmax;
+  float scores[kElements];
+  for (float& score : scores) score = NAN;
+  float normalise[kRowsPerThread], lse[kRowsPerThread];
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    float const rescale = softmax.raise_max(scores, r, 0.f, 1.f, 0.f);
+    softmax.exponentiate(scores, r, 0.f, 1.f, 0.f);
+    softmax.add_sum(ScaledSoftmax::sum_of(scores, r), r, rescale, 0.f);
+  }
+  softmax.finish(normalise, lse);
+  for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
+}
+
 // A NaN score reaches both results, also where every score is NaN.
 void nan_stays_visible(bool everywhere) {
   OnlineSoftmax softmax(1.f);
@@ -71,11 +168,16 @@ void nan_stays_visible(bool everywhere) {
 int main() {
   nan_stays_visible(false);
   nan_stays_visible(true);
+  scaled_nan_stays_visible();
+  value_scales_leave_lse_alone();
   std::mt19937 random(7);
   for (int repeat = 0; repeat < 200; ++repeat) {
     for (int blocks : {0, 1, 2, 9}) {
       for (double keep : {1.0, 0.5, 0.04, 0.0}) {
         for (double spread : {0.1, 3.0, 1e4}) run(blocks, keep, spread, 0.125f, random);
+        for (double spread : {30.0, 3000.0, 30000.0}) {
+          for (float zero : {0.f, 12582912.f}) run_scaled(blocks, keep, spread, zero, repeat % 2 == 0, random);
+        }
       }
     }
   }

@@ -36,6 +36,37 @@ void accumulator_order() {
   }
 }
 
+// P V of one row over 128 keys, through both permutations: probabilities as a quad's registers hold and pack them
+// (consumer8.hpp), read as the 8-bit A operand, against values where the quantiser puts them.
+void product() {
+  int probability[128], value[128], stored[128], expected = 0, found = 0;
+  for (int key = 0; key < 128; ++key) {
+    probability[key] = key * 37 % 101 + 1;
+    value[key] = key * 53 % 89 - 40;
+    expected += probability[key] * value[key];
+    stored[key / kValueGroup * kValueGroup + value_position(key % kValueGroup)] = value[key];
+  }
+  for (int c = 0; c < 4; ++c) {
+    int scores[64], packed[16][4];
+    for (int e = 0; e < 64; ++e) scores[e] = probability[accumulator_column(e) + 2 * c];
+    for (int i = 0; i < 16; ++i) {
+      int const e = i / 2 * 8 + i % 2 * 2;
+      for (int byte = 0; byte < 4; ++byte) packed[i][byte] = scores[e + byte % 2 + byte / 2 * 4];
+      CHECK(accumulator_row(e) == i % 2 && accumulator_row(e + 5) == i % 2);
+    }
+    // m64k32: registers 0 and 2 of four are row lane / 4, of keys 4c .. 4c+3 and 16 more; 1 and 3 are the row below.
+    for (int step = 0; step < 4; ++step) {
+      for (int half = 0; half < 2; ++half) {
+        for (int byte = 0; byte < 4; ++byte) {
+          int const place = 32 * step + 16 * half + 4 * c + byte;
+          found += packed[4 * step + 2 * half][byte] * stored[place];
+        }
+      }
+    }
+  }
+  CHECK(found == expected);
+}
+
 void tiles() {
   constexpr int kWords = kScaleBlock / 4;
   for (int columns : {64, 96, 128, 192, 256}) {
@@ -83,6 +114,7 @@ void head_dims() {
 int main() {
   keys();
   accumulator_order();
+  product();
   tiles();
   banks();
   head_dims();

@@ -18,6 +18,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
   // The sums of its rows follow where the product brings them.
   static constexpr bool kSumsByProduct = Traits::kSumColumns > 0;
   static constexpr bool kOverlaps = Traits::kConfig.overlap;
+  // At most so many powers of two lie between the scales that ride on a row's probabilities.
+  static constexpr float kScaleBits = 6.f;
   // What an integer score starts from, and the same bits as a float.
   static constexpr uint32_t kZeroBits = 0x4B400000u;
   static constexpr float kZero = Traits::kIntegerScores ? 12582912.f : 0.f;
@@ -73,8 +75,13 @@ struct Consumer8 : ForwardConsumer<Traits> {
       issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV(_, _, _, slot, p), tOrO);
     };
     // O of part p = rescale * O + the product just finished.
-    auto add_part = [&](int p, float const(&rescale)[kRowsPerThread]) {
+    // left: of the values' scale; the same for all threads of the CTA and rarely other than 1.
+    auto add_part = [&](int p, float const(&rescale)[kRowsPerThread], float left) {
       warpgroup_fence_operand(tOrO);
+      if (left != 1.f) {
+        FLASHHOPPER_UNROLL
+        for (int e = 0; e < kPart; ++e) part[e] *= left;
+      }
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kPart; ++e) {
         float& output = outputs[p * kPart + e];
@@ -91,7 +98,11 @@ struct Consumer8 : ForwardConsumer<Traits> {
       BlockRange const blocks = visited_blocks<Traits>(args, tile);
       ScaledSoftmax softmax;
       float q_factor[kRowsPerThread], rescale[kRowsPerThread];
-      float scale_in_flight = 0.f;  // log2 of the scale of the values that the product in flight or due has
+      // Of the product in flight or due: log2 of the scale that rides on its probabilities, and what is left of the
+      // values' scale. Where a block's values are far smaller than others, only a part rides: probabilities rounded to
+      // zero would be missing from the row sum.
+      float scale_in_flight = 0.f, left_in_flight = 1.f;
+      float largest_scale = -INFINITY;
       FLASHHOPPER_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
       FLASHHOPPER_UNROLL
@@ -104,7 +115,13 @@ struct Consumer8 : ForwardConsumer<Traits> {
         warpgroup_fence_operand(tSrS);
         mask_step(scores, slot, n);
         float2 const scales = storage.scales[at_k.slot];
-        float const log2_scale = fast_log2(scales.y);
+        float log2_scale = fast_log2(scales.y), left = 1.f;
+        if constexpr (kSumsByProduct) {
+          largest_scale = fmaxf(largest_scale, log2_scale);
+          float const rides = fmaxf(log2_scale, largest_scale - kScaleBits);
+          left = fast_exp2(log2_scale - rides);
+          log2_scale = rides;
+        }
         float const factor[kRowsPerThread] = {q_factor[0] * scales.x, q_factor[1] * scales.x};
         float raised[kRowsPerThread];
         raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
@@ -121,6 +138,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
         rescale[0] = raised[0];
         rescale[1] = raised[1];
         scale_in_flight = log2_scale;
+        left_in_flight = left;
         pack_probabilities(scores, probabilities);
       };
       auto add_sums = [&] {
@@ -131,7 +149,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       };
       auto finish_pv = [&](auto in_flight) {
         warpgroup_wait<decltype(in_flight)::value>();
-        add_part(0, rescale);
+        add_part(0, rescale, left_in_flight);
         add_sums();
         this->release(storage.v_empty, at_v);
       };
@@ -145,7 +163,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
           storage.v_full[at.slot].wait(at.phase);
           issue_pv(at.slot, p);
           warpgroup_wait<0>();
-          add_part(p, rescale);
+          add_part(p, rescale, left_in_flight);
         }
         add_sums();
         this->release(storage.v_empty, at);

@@ -8,9 +8,11 @@ Keys come in tiles of 128, the last visible tile first. In base 2, for row r and
     O = O 2^(m - m_new) + e4m3(p) @ v,   at the end  out = O / l + v_mean
 
 The scale of a block of values rides on its probabilities, which cost no more for it, and leaves the row sum by one
-factor a tile. Up to 128 columns of values the sum comes out of the product itself, by a column of ones, so it is of p
-as it was rounded; beyond, there is no room for that column and p is added before it is rounded. The 2^8 puts the
-largest probability where e4m3 has its range. The lse of a row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
+factor a tile. Up to 128 columns the sum comes out of the product itself, by a column of ones, so it is of p as it was
+rounded. There, where a block's values are far smaller than those seen so far (2^-6), only a part of their scale rides,
+for probabilities rounded to zero would be missing from the sum. Beyond 128 columns there is no room for the column of
+ones and p is added before it is rounded. The 2^8 puts the largest probability where e4m3 has its range. The lse of a
+row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from .quantize import Fp8QKV, spread
 from .recipe import TILE_KEYS
 
 P_BITS = 8.0  # the largest probability is 2^8, below e4m3's 448
+SCALE_BITS = 6.0  # powers of two that may lie between the scales that ride on a row's probabilities
 ACCUMULATIONS = ("fp32", "14bit")
 ROW_SUMS = ("exact", "rounded")
 
@@ -79,7 +82,7 @@ def attention(
     """
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"accumulation is {accumulation!r}: must be 'fp32' or '14bit'; the default is 'fp32'")
-    row_sum = kernel_row_sum(qkv.v.shape[2]) if row_sum is None else row_sum
+    row_sum = kernel_row_sum(qkv.q.shape[3], qkv.v.shape[2]) if row_sum is None else row_sum
     if row_sum not in ROW_SUMS:
         raise ValueError(f"row_sum is {row_sum!r}: must be 'exact' or 'rounded'; None is the kernel's")
     scale = qkv.head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -94,9 +97,9 @@ def attention(
         return _forward(qkv, scale, settings, qkv.dtype if out_dtype is None else out_dtype)
 
 
-def kernel_row_sum(columns_v: int) -> str:
-    """What the kernel that computes values at columns_v columns adds up (cpp/core/config8.hpp, sum_columns)."""
-    return "rounded" if columns_v <= 128 else "exact"
+def kernel_row_sum(columns: int, columns_v: int) -> str:
+    """What the kernel that serves these stored columns adds up (cpp/core/config.hpp, sum_columns)."""
+    return "rounded" if max(columns, columns_v) <= 128 else "exact"
 
 
 def _forward(
@@ -168,10 +171,15 @@ def _walk(
     begin, end = settings.mask.key_range(*q_span)
     if begin >= end:
         return total, row_max, row_sum
+    largest = torch.zeros_like(keys.v_scale[..., :1])
+    # Weights rounded to zero would be missing from a sum of rounded weights.
+    is_split = settings.sums_rounded and settings.two_level
     for j in range((end - 1) // TILE_KEYS, begin // TILE_KEYS - 1, -1):
         span = (j * TILE_KEYS, min((j + 1) * TILE_KEYS, keys.k.shape[1]))
         v_scale = keys.v_scale[..., j : j + 1]
-        tile = _scores(q_block, factor, keys, q_span, span, settings).add_(v_scale.log2())
+        largest = torch.maximum(largest, v_scale)
+        rides = torch.maximum(v_scale, largest * 2.0**-SCALE_BITS) if is_split else v_scale
+        tile = _scores(q_block, factor, keys, q_span, span, settings).add_(rides.log2())
         new_max = torch.maximum(row_max, tile.amax(dim=-1, keepdim=True))
         # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights 2^-inf = 0.
         base = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -180,9 +188,13 @@ def _walk(
         sums = None if settings.sums_rounded else weights.sum(dim=-1, keepdim=True)
         weights = formats.round_e4m3_(weights)
         sums = weights.sum(dim=-1, keepdim=True) if sums is None else sums
-        row_sum = row_sum * decay + sums / v_scale
+        row_sum = row_sum * decay + sums / rides
         total.mul_(decay)
-        total = _add_values(total, weights, keys.v[:, slice(*span)], settings)
+        v = keys.v[:, slice(*span)]
+        if is_split:
+            total.add_(_add_values(torch.zeros_like(total), weights, v, settings).mul_(v_scale / rides))
+        else:
+            total = _add_values(total, weights, v, settings)
         row_max = new_max
     return total, row_max, row_sum
 

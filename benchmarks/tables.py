@@ -189,8 +189,14 @@ def _source(record: Record) -> str:
     where = (
         f"{record.get('gpu')}, driver {record.get('driver')}, CUDA {record.get('cuda')}, torch {record.get('torch')}"
     )
-    when = f"{str(record.get('date'))[:10]}, commit {record.get('commit') or 'unknown'}"
-    return f"{where}, cuDNN {record.get('cudnn')}; {when}. Interleaved rounds, medians (benchmarks/results/h200)."
+    measured: dict[str, list[str]] = {}
+    for part, entry in record["parts"].items():
+        measured.setdefault(f"{str(entry['date'])[:10]}, commit {entry['commit'] or 'unknown'}", []).append(part)
+    when = "; ".join(measured) if len(measured) == 1 else "; ".join(f"{', '.join(p)}: {w}" for w, p in measured.items())
+    return (
+        f"{where}, cuDNN {record.get('cudnn')}. Measured on {when}. Interleaved rounds, medians "
+        "(benchmarks/results/h200); `python -m benchmarks.record --check` says which parts are of older sources."
+    )
 
 
 BLOCKS: dict[str, Callable[[Record], str]] = {

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flashhopper.engine import hopper_quantize
-from flashhopper.engine.hopper_quantize import Quantized, computed_head_dim, quantize, transpose_values
+from flashhopper.engine.hopper_quantize import Quantized, quantize, transpose_values
+from flashhopper.fp8.formats import computed_head_dims
 
 E4M3 = torch.float8_e4m3fn
 HADAMARD = {64: 64, 96: 32, 128: 128, 192: 64, 256: 256}
@@ -61,7 +62,7 @@ def draw(case: Case, seed: int = 0) -> Tensors:
 
 
 def signs_of(case: Case) -> torch.Tensor | None:
-    columns = computed_head_dim(case.head_dim)
+    columns, _ = computed_head_dims(case.head_dim, case.head_dim)
     drawn = torch.randint(0, 2, (columns,), generator=torch.Generator().manual_seed(7))
     return (2 * drawn - 1).float().cuda() if case.rotate else None
 
@@ -78,7 +79,7 @@ def run(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quanti
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(x.float(), (0, computed_head_dim(x.shape[-1]) - x.shape[-1]))
+    return torch.nn.functional.pad(x.float(), (0, computed_head_dims(x.shape[-1], x.shape[-1])[0] - x.shape[-1]))
 
 
 def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -356,7 +357,7 @@ def test_transposed_values(kind: str, seqlen: int, columns: int) -> None:
     if kind == "heads first":
         raw = raw.transpose(1, 2).contiguous().transpose(1, 2)
     found = transpose_values(raw.view(E4M3))
-    padded = torch.nn.functional.pad(raw, (0, computed_head_dim(columns) - columns))
+    padded = torch.nn.functional.pad(raw, (0, computed_head_dims(columns, columns)[0] - columns))
     same("v", found, k_major(padded))
 
 

@@ -104,7 +104,7 @@ def test_emulation_against_the_oracle(data: st.DataObject) -> None:
     saved = tiles.CPU_TILE_ELEMENTS, tiles.MIN_BLOCK_ROWS
     tiles.CPU_TILE_ELEMENTS, tiles.MIN_BLOCK_ROWS = (1 << 11, 8) if small else saved
     try:
-        out, lse = emulate.attention(qkv, scale, causal, window, out_dtype=torch.float32)
+        out, lse = emulate.attention(qkv, scale, causal, window, row_sum="exact", out_dtype=torch.float32)
     finally:
         tiles.CPU_TILE_ELEMENTS, tiles.MIN_BLOCK_ROWS = saved
     expected, expected_lse, tie = oracle(qkv, scale, causal, window)
@@ -123,7 +123,7 @@ def test_the_reference_tensors_mean_the_same(data: st.DataObject) -> None:
     """Exact attention of to_reference() differs from the 8-bit one by the rounding of P alone: 2^-4 of each weight."""
     qkv = draw_qkv(data)
     causal = data.draw(st.booleans())
-    out, lse = emulate.attention(qkv, causal=causal, out_dtype=torch.float32)
+    out, lse = emulate.attention(qkv, causal=causal, row_sum="exact", out_dtype=torch.float32)
     q, k, v = qkv.to_reference(keep_padding=True)
     ref, _ = fh.reference_attention(q, k, v, qkv.head_dim**-0.5, causal)
     ref = ref[..., : qkv.head_dim_v]
@@ -152,10 +152,28 @@ def test_smoothing_leaves_lse_exact() -> None:
 def test_centring_removes_a_common_value() -> None:
     q, k, v = make_inputs("normal", seqlen_q=64, seqlen_k=500, heads=2, head_dim=64)
     v = torch.full_like(v, 3.0)
-    centred, _ = emulate.attention(fh.quantize_fp8(q, k, v), out_dtype=torch.float32)
+    centred, _ = emulate.attention(fh.quantize_fp8(q, k, v), row_sum="exact", out_dtype=torch.float32)
     assert (centred - 3.0).abs().max() <= 1e-5
-    plain, _ = emulate.attention(fh.quantize_fp8(q, k, v, fh.Fp8Recipe(center_v=False)), out_dtype=torch.float32)
+    uncentred = fh.quantize_fp8(q, k, v, fh.Fp8Recipe(center_v=False))
+    plain, _ = emulate.attention(uncentred, row_sum="exact", out_dtype=torch.float32)
     assert 1e-4 < (plain - 3.0).abs().max() <= 0.2
+    # Sums of the rounded weights do the same for a common value.
+    rounded, _ = emulate.attention(uncentred, row_sum="rounded", out_dtype=torch.float32)
+    assert (rounded - 3.0).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("small", [0.0, 2.0**-20])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_blocks_of_small_values_keep_their_weight(dim: int, small: float) -> None:
+    """Weights that carry a tiny scale are rounded to zero: they must not leave the row sum with it."""
+    q, k, v = make_inputs("normal", seqlen_q=64, seqlen_k=400, heads=2, head_dim=dim)
+    v = v + 1
+    v[:, 128:256] *= small
+    for recipe in (fh.Fp8Recipe(), fh.Fp8Recipe(center_v=False)):
+        out, lse = emulate.attention(fh.quantize_fp8(q, k, v, recipe), out_dtype=torch.float32)
+        ref, ref_lse = fh.reference_attention(q, k, v)
+        assert (out.double() - ref).norm() <= 0.06 * ref.norm()
+        assert (lse.double() - ref_lse).abs().max() <= 0.05
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())
@@ -262,5 +280,5 @@ def test_errors_name_the_way_out() -> None:
     qkv = fh.quantize_fp8(*make_inputs("normal", seqlen_q=4, heads=1, head_dim=64))
     with pytest.raises(ValueError, match=re.escape("accumulation is 'bf16': must be 'fp32' or '14bit'")):
         emulate.attention(qkv, accumulation="bf16")
-    with pytest.raises(ValueError, match=re.escape("row_sum is None: must be 'exact' or 'rounded'")):
-        emulate.attention(qkv, row_sum=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=re.escape("row_sum is 'all': must be 'exact' or 'rounded'")):
+        emulate.attention(qkv, row_sum="all")

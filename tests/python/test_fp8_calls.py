@@ -122,7 +122,7 @@ def test_raw_tensors_and_their_scales() -> None:
         out, lse = fh.flash_attn_fp8_func(q8, k8, v8, *given, causal=True, return_lse=True, **options)
         ref, ref_lse = fh.reference_attention(*(x * f for x, f in zip(plain, factors, strict=True)), causal=True)
         assert out.dtype == options.get("out_dtype", torch.bfloat16)
-        assert_close(lse, ref_lse, 1e-5)
+        assert_close(lse, ref_lse, 2e-2)  # of weights as they were rounded
         assert (out.double() - ref).norm() <= 0.04 * ref.norm()
 
     check((None, None, None), [1.0, 1.0, 1.0], scales=1.0)
@@ -237,9 +237,7 @@ def test_refused_dtypes_sizes_and_gradients() -> None:
     ):
         fh.flash_attn_func(*(x.float() for x in inputs()), fp8=recipe)
     wide = torch.zeros(1, 2, 1, 264).half()
-    with pytest.raises(
-        ValueError, match="head_dim is 264, head_dim_v 264: 8-bit attention takes at most 256; pass fp8=None"
-    ):
+    with pytest.raises(ValueError, match="head_dim is 264: 8-bit attention takes 1 to 256; pass fp8=None"):
         fh.flash_attn_func(wide, wide, wide, fp8=recipe)
     q, k, v = inputs(requires_grad=True)
     with pytest.raises(

@@ -49,17 +49,17 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hopper_fp8.forward_refusal(gpu, DIMS, recipe, *whole)[1]
     with pytest.raises(RuntimeError, match=r"did not load: .*; run `python -m flashhopper doctor`"):
         operators.resolve(gpu, DIMS, recipe, (0.1, -1, 0), "auto")
-    monkeypatch.setattr(hopper, "module", FakeModule())
+    monkeypatch.setattr(hopper, "module", object())  # a library from before there were 8-bit kernels
     assert hopper_fp8.forward_refusal(gpu, DIMS, recipe, *whole) == ("the compiled library has no 8-bit kernel", False)
     assert hopper_fp8.quantize_refusal(gpu, bf16, DIMS, recipe) == "the compiled library has no 8-bit kernel"
     assert "8.9" in str(hopper_fp8.forward_refusal(torch.device("cuda", 1), DIMS, recipe, *whole))
-    monkeypatch.setattr(FakeModule, "quantize", None, raising=False)
+    monkeypatch.setattr(hopper, "module", FakeModule())
     monkeypatch.setattr(FakeModule, "forward8", None, raising=False)
     assert operators.resolve(gpu, DIMS, recipe, (0.1, -1, 0), "auto")
     assert hopper_fp8.quantize_refusal(gpu, bf16, DIMS, recipe) is None
     for change, call, message in (
         ({"two_level": False}, whole, "two_level is False"),
-        ({"k_block": 1}, whole, "k_block is 1, the kernel takes 0 and multiples of 128"),
+        ({"k_block": 1}, whole, "k_block is 1, v_block is 128, the kernel takes 0 (one scale a head) and 128"),
         ({}, (3, 0, 0.1), "sliding windows (window_size (3, 0))"),
         ({}, (-1, 0, 0.0), "softmax_scale is 0.0"),
     ):

@@ -190,8 +190,9 @@ def _source(record: Record) -> str:
         f"{record.get('gpu')}, driver {record.get('driver')}, CUDA {record.get('cuda')}, torch {record.get('torch')}"
     )
     measured: dict[str, list[str]] = {}
-    for part, entry in record["parts"].items():
-        measured.setdefault(f"{str(entry['date'])[:10]}, commit {entry['commit'] or 'unknown'}", []).append(part)
+    for part, entry in record.get("parts", {"all": record}).items():
+        when = f"{str(entry.get('date'))[:10]}, commit {entry.get('commit') or 'unknown'}"
+        measured.setdefault(when, []).append(part)
     when = "; ".join(measured) if len(measured) == 1 else "; ".join(f"{', '.join(p)}: {w}" for w, p in measured.items())
     return (
         f"{where}, cuDNN {record.get('cudnn')}. Measured on {when}. Interleaved rounds, medians "

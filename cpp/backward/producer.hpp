@@ -32,8 +32,8 @@ template <class Traits>
 FLASHHOPPER_DEVICE void produce_queries(BackwardArgs const& args, BackwardStorage<Traits>& storage) {
   constexpr int kRowBytes = Traits::kTileM * int{sizeof(float)};
   RingPosition<Traits::kQStages> at;
-  TileSource<BackwardStorage<Traits>> source{args.counters, args.schedule, storage};
-  Tile tile = source.first();
+  TileSource source(args.counters, args.schedule, storage);
+  Tile tile = storage.tile[source.first()];
   while (tile.block >= 0) {
     for_each_step<Traits>(args, tile, [&](int row, int head, int batch, int chunk) {
       storage.q_empty[at.slot].wait(at.phase ^ 1);
@@ -43,7 +43,7 @@ FLASHHOPPER_DEVICE void produce_queries(BackwardArgs const& args, BackwardStorag
                 kRowBytes);
       at.advance();
     });
-    tile = source.next();
+    tile = storage.tile[source.next()];
   }
   source.finish();
 }

@@ -13,6 +13,12 @@ struct BlockRange {
   FLASHHOPPER_HOST_DEVICE int size() const { return end > begin ? end - begin : 0; }
 };
 
+// The two bounds of a mask; -1 where one hides nothing.
+struct Window {
+  int left;
+  int right;
+};
+
 // Query i sees keys j with  i + shift - window_left <= j <= i + shift + window_right,  shift = seqlen_k - seqlen_q
 // (bottom-right alignment); a negative window is unbounded, causal attention is window_right = 0.
 struct Mask {

@@ -9,7 +9,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/barriers.hpp"
-#include "core/platform.hpp"
+#include "core/seqlen.hpp"
 
 namespace flashhopper {
 
@@ -29,6 +29,19 @@ FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2H
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
     cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows,
                                  first_column + column, row, head, batch);
+  }
+}
+
+// The same from a map of five dimensions: the rows of one sequence, from `row` of it; those past its end arrive as
+// zeros.
+template <int kRows, int kHeadDim, int kBoxColumns, class Element>
+FLASHHOPPER_DEVICE void tma_load_sequence(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem,
+                                          RowOrigin const& origin, int wrap, int row, int head, int first_column = 0) {
+  full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)});
+  FLASHHOPPER_UNROLL
+  for (int column = 0; column < kHeadDim; column += kBoxColumns) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows,
+                                 first_column + column, origin.row + row, head, origin.outer, wrap);
   }
 }
 

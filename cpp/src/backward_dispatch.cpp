@@ -80,6 +80,7 @@ TensorView view(flashhopper_tensor const& tensor) {
 flashhopper_status prepare(flashhopper_backward_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
+  FLASHHOPPER_RETURN_IF_ERROR(refuse_windows(p));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   BackwardConfig const& config = kBackwardConfigs[launch->config_index];
   int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;

@@ -113,6 +113,7 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
         if (has_pending) this->write_dq(dq, pending_parity);
+        this->cap(scores);
         this->mask_step(scores, block, m, this->thread_row);
         this->load_columns(columns, storage.lse_log2[at_q.slot]);
         this->exponentiate(scores, columns);
@@ -131,6 +132,10 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         if (has_pending) this->write_dq(dq, pending_parity);
         this->load_columns(columns, storage.delta[at_dout.slot]);
         this->differentiate(scores, packed, columns);
+        if (args.softcap.is_on()) {
+          storage.q_full[at_q.slot].wait(at_q.phase);  // lse came with it
+          this->chain_softcap(scores, packed, storage.lse_log2[at_q.slot]);
+        }
         pack_all<Element>(scores, packed);
         this->stage(mma_s, packed, sX(_, _, slot_ds));
         publish(storage.ds_full[exchange.slot], has_pending);

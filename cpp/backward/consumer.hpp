@@ -32,6 +32,13 @@ struct BackwardConsumer {
     return args.mask.visited_queries(block * Traits::kTileN, (block + 1) * Traits::kTileN, Traits::kTileM);
   }
 
+  // With a softcap scores become their tanh, before the mask: its -inf must stay.
+  FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
+    if (!args.softcap.is_on()) return;
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; ++e) scores[e] = args.softcap.tanh(scores[e]);
+  }
+
   // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are computed
   // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
   // the compiler from doing so. first_row: of this thread's accumulator row 0 within the tile.
@@ -70,16 +77,18 @@ struct BackwardConsumer {
     }
   }
 
-  // A value for each column of the thread's scores, two and two.
+  // Of a value for each query of a step: those of elements e and e + 1.
+  FLASHHOPPER_DEVICE float2 column_pair(float const* smem, int e) const {
+    return *reinterpret_cast<float2 const*>(smem + accumulator_column(e) + thread_column);
+  }
+  // Those of all the thread's scores.
   using ColumnValues = float2[kScores / 4];
   FLASHHOPPER_DEVICE void load_columns(ColumnValues& values, float const* smem) const {
     FLASHHOPPER_UNROLL
-    for (int j = 0; j < kScores / 4; ++j) {
-      values[j] = *reinterpret_cast<float2 const*>(smem + accumulator_column(4 * j) + thread_column);
-    }
+    for (int j = 0; j < kScores / 4; ++j) values[j] = column_pair(smem, 4 * j);
   }
 
-  // P^T = 2^(scale_log2 * S^T - lse_log2).
+  // P^T = 2^(scale_log2 * S^T - lse_log2), S^T capped where there is a softcap.
   FLASHHOPPER_DEVICE void exponentiate(float (&scores)[kScores], ColumnValues const& lse_log2) const {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; ++e) {
@@ -102,6 +111,22 @@ struct BackwardConsumer {
     }
   }
 
+  // The same with a softcap, whose derivative is one more factor of dS. lse_log2 and delta of the step are read from
+  // shared memory where they are used: registers for all of them at once would spill.
+  FLASHHOPPER_DEVICE void differentiate_capped(float const (&probabilities)[kScores], float const (&gradients)[kScores],
+                                               float const* lse_log2, float const* delta,
+                                               uint32_t (&packed_p)[kScores / 2],
+                                               uint32_t (&packed_ds)[kScores / 2]) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; e += 2) {
+      float2 const d = column_pair(delta, e), lse = column_pair(lse_log2, e);
+      float const p[2] = {probabilities[e], probabilities[e + 1]};
+      packed_ds[e / 2] = pack<Element>(p[0] * (gradients[e] - d.x) * args.softcap.derivative(p[0], lse.x),
+                                       p[1] * (gradients[e + 1] - d.y) * args.softcap.derivative(p[1], lse.y));
+      packed_p[e / 2] = pack<Element>(p[0], p[1]);
+    }
+  }
+
   // The same where P was handed over by the other warpgroup, rounded; replaces dP^T.
   FLASHHOPPER_DEVICE void differentiate(float (&gradients)[kScores], uint32_t const (&probabilities)[kScores / 2],
                                         ColumnValues const& delta) const {
@@ -110,6 +135,17 @@ struct BackwardConsumer {
       float2 const p = unpack<Element>(probabilities[e / 2]);
       gradients[e] = p.x * (gradients[e] - delta[e / 4].x);
       gradients[e + 1] = p.y * (gradients[e + 1] - delta[e / 4].y);
+    }
+  }
+
+  // With a softcap, on top of the former.
+  FLASHHOPPER_DEVICE void chain_softcap(float (&ds)[kScores], uint32_t const (&probabilities)[kScores / 2],
+                                        float const* lse_log2) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; e += 2) {
+      float2 const p = unpack<Element>(probabilities[e / 2]), lse = column_pair(lse_log2, e);
+      ds[e] *= args.softcap.derivative(p.x, lse.x);
+      ds[e + 1] *= args.softcap.derivative(p.y, lse.y);
     }
   }
 

@@ -119,6 +119,7 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       bool has_last = false;
       for (int left = count; left > 0; --left) {
         // Scores have arrived, their gradient is being computed.
+        this->cap(scores);
         this->mask_step(scores, block, m, warpgroup * kWarpgroupRows + this->thread_row);
         typename Base::ColumnValues columns;
         this->load_columns(columns, storage.lse_log2[at.slot]);
@@ -126,8 +127,13 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         if constexpr (kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tPrP);
-        if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
-        this->differentiate(scores, gradients, columns, packed_p, packed_ds);
+        if (args.softcap.is_on()) {
+          this->differentiate_capped(scores, gradients, storage.lse_log2[at.slot], storage.delta[at.slot], packed_p,
+                                     packed_ds);
+        } else {
+          if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
+          this->differentiate(scores, gradients, columns, packed_p, packed_ds);
+        }
         // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
         // multiplied with the dS of three steps ago, whose place this step's takes.
         auto const last = at_ds.before();

@@ -1,6 +1,6 @@
-// The two small kernels around the backward: before it delta = rowsum(dO * O) - dlse and the zeroed workspace, after it
-// dQ from the float sums. Both bound by memory. One CTA a chunk: a query block of tile_m rows of one head.
-// Source: FlashAttention-2, algorithm 2.
+// The two small kernels around the backward: before it delta = rowsum(dO * O) - dlse, the sink's gradient by blocks and
+// the zeroed workspace, after it dQ from the float sums and the sink's gradient. Both bound by memory. One CTA a chunk:
+// a query block of tile_m rows of one head. Source: FlashAttention-2, algorithm 2.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,9 +40,36 @@ union Pack {
   Element elements[8];
 };
 
+// Sum over the threads of the CTA, always in one order; thread 0 has it.
+FLASHHOPPER_DEVICE float block_sum(float value) {
+  __shared__ float of_warp[kRowThreads / 32];
+  int const thread = static_cast<int>(threadIdx.x);
+  FLASHHOPPER_UNROLL
+  for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+  if (thread % 32 == 0) of_warp[thread / 32] = value;
+  __syncthreads();
+  float sum = 0.f;
+  FLASHHOPPER_UNROLL
+  for (int w = 0; w < kRowThreads / 32; ++w) sum += of_warp[w];
+  return sum;
+}
+
+// The gradient of a head's sink from the sums of its chunks.
+FLASHHOPPER_DEVICE void reduce_sink(BackwardArgs const& args, int head) {
+  int const batch = args.schedule.batch_heads / args.schedule.heads;
+  float sum = 0.f;
+  for (int i = static_cast<int>(threadIdx.x); i < batch * args.m_blocks; i += kRowThreads) {
+    int const b = i / args.m_blocks;
+    sum += args.dsink_sums[(int64_t{b} * args.heads + head) * args.m_blocks + (i - b * args.m_blocks)];
+  }
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) args.dsink[head] = sum;
+}
+
 template <class Element>
 __global__ void __launch_bounds__(kRowThreads, 3)
     preprocess_kernel(__grid_constant__ BackwardArgs const args, int tile_m, int head_dim) {
+  constexpr float kLog2e = 1.44269504088896340736f;
   Chunk const chunk(args);
   int const thread = static_cast<int>(threadIdx.x);
   // Stores first: they are on their way while the loads are waited for.
@@ -54,6 +81,8 @@ __global__ void __launch_bounds__(kRowThreads, 3)
   // flight.
   constexpr int kLanes = 16, kRows = kRowThreads / kLanes, kAtOnce = 4;
   int const lane = thread % kLanes;
+  float const sink_log2 = args.sink != nullptr ? args.sink[chunk.head] * kLog2e : 0.f;
+  float dsink = 0.f;
   int64_t const first_value = (int64_t{chunk.batch} * args.heads + chunk.head) * args.mask.seqlen_q;
   for (int first = thread / kLanes; first < tile_m; first += kAtOnce * kRows) {
     // Lane j finishes row first + j * kRows.
@@ -88,11 +117,16 @@ __global__ void __launch_bounds__(kRowThreads, 3)
       if (lane == j) own_sum = sums[j];
     }
     if (has_own) {
-      constexpr float kLog2e = 1.44269504088896340736f;
-      args.lse_log2[chunk.index * tile_m + own] = lse == -INFINITY ? INFINITY : lse * kLog2e;
-      args.delta[chunk.index * tile_m + own] = own_sum - dlse;
+      float const lse_log2 = lse == -INFINITY ? INFINITY : lse * kLog2e, delta = own_sum - dlse;
+      args.lse_log2[chunk.index * tile_m + own] = lse_log2;
+      args.delta[chunk.index * tile_m + own] = delta;
+      // A key of value 0 and weight exp(sink - lse).
+      if (args.sink != nullptr) dsink -= fast_exp2(sink_log2 - lse_log2) * delta;
     }
   }
+  if (args.sink == nullptr) return;
+  dsink = block_sum(dsink);
+  if (thread == 0) args.dsink_sums[chunk.index] = dsink;
 }
 
 template <class Element>
@@ -113,6 +147,8 @@ __global__ void __launch_bounds__(kRowThreads)
       tile[at.row * pitch + at.column] = static_cast<Element>(values[i] * args.softmax_scale);
     }
   }
+  // There are at least as many chunks as heads.
+  if (args.sink != nullptr && chunk.index < args.heads) reduce_sink(args, static_cast<int>(chunk.index));
   __syncthreads();
   int const columns = args.head_dim / 8;
   for (int i = thread; i < tile_m * columns; i += kRowThreads) {

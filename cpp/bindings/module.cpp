@@ -174,18 +174,22 @@ py::dict backward_plan(Sizes const& sizes, int dtype, int sm_margin, bool determ
 // Address, batch stride, row stride, head stride.
 using Tensor = std::array<int64_t, 4>;
 
-void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse, intptr_t workspace, Sizes const& sizes,
-              double softmax_scale, int dtype, int sm_margin, bool deterministic, intptr_t stream) {
+// values: addresses of lse, dlse, sink, dsink and the workspace; 0 for what the call lacks.
+void backward(std::array<Tensor, 8> const& tensors, std::array<intptr_t, 5> const& values, Sizes const& sizes,
+              double softmax_scale, double softcap, int dtype, int sm_margin, bool deterministic, intptr_t stream) {
   flashhopper_backward_params params{};
   flashhopper_tensor* const targets[] = {&params.q,    &params.k,  &params.v,  &params.out,
                                          &params.dout, &params.dq, &params.dk, &params.dv};
   for (size_t i = 0; i < tensors.size(); ++i) {
     *targets[i] = {reinterpret_cast<void*>(tensors[i][0]), tensors[i][1], tensors[i][2], tensors[i][3]};
   }
-  params.lse = reinterpret_cast<float const*>(lse);
-  params.dlse = reinterpret_cast<float const*>(dlse);
-  params.workspace = reinterpret_cast<void*>(workspace);
+  params.lse = reinterpret_cast<float const*>(values[0]);
+  params.dlse = reinterpret_cast<float const*>(values[1]);
+  params.sink = reinterpret_cast<float const*>(values[2]);
+  params.dsink = reinterpret_cast<float*>(values[3]);
+  params.workspace = reinterpret_cast<void*>(values[4]);
   set_problem(params, sizes, softmax_scale, dtype, sm_margin);
+  params.softcap = static_cast<float>(softcap);
   params.deterministic = deterministic;
   params.stream = reinterpret_cast<void*>(stream);
   int status;

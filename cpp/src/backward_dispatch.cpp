@@ -80,6 +80,7 @@ TensorView view(flashhopper_tensor const& tensor) {
 flashhopper_status prepare(flashhopper_backward_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
+  FLASHHOPPER_RETURN_IF_ERROR(check_softcap(params.softcap, params.softmax_scale));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   BackwardConfig const& config = kBackwardConfigs[launch->config_index];
   int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
@@ -94,6 +95,7 @@ flashhopper_status prepare(flashhopper_backward_params const& params, int num_sm
   args.dq_sum = arena.take<float>(chunks * config.tile_m * config.head_dim);
   args.lse_log2 = arena.take<float>(chunks * config.tile_m);
   args.delta = arena.take<float>(chunks * config.tile_m);
+  args.dsink_sums = arena.take<float>(chunks);
   args.turns = params.deterministic ? arena.take<int>(chunks) : nullptr;
   args.counters = arena.take<int>(2);
   launch->workspace_bytes = arena.used;
@@ -102,8 +104,10 @@ flashhopper_status prepare(flashhopper_backward_params const& params, int num_sm
   args.dq = view(params.dq);
   args.lse = params.lse;
   args.dlse = params.dlse;
+  args.sink = params.sink;
+  args.dsink = params.dsink;
   args.softmax_scale = p.softmax_scale;
-  args.softmax_scale_log2 = p.softmax_scale * kLog2e;
+  args.softcap = make_softcap(params.softcap, p.softmax_scale, &args.softmax_scale_log2);
   args.heads = static_cast<int>(p.heads);
   args.group = static_cast<int>(p.heads / p.kv_heads);
   args.head_dim = static_cast<int>(p.head_dim);

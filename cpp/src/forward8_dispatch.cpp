@@ -77,6 +77,7 @@ struct Launch {
 flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
+  FLASHHOPPER_RETURN_IF_ERROR(check_full_or_causal(p));
   FLASHHOPPER_RETURN_IF_ERROR(check_operands(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(params, p.mask(), &launch->config_index));
   Forward8Args& args = launch->args;

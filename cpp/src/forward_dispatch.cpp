@@ -46,6 +46,7 @@ struct Launch {
 flashhopper_status prepare(flashhopper_forward_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
+  FLASHHOPPER_RETURN_IF_ERROR(check_full_or_causal(p));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   launch->args.lse = params.lse;
   launch->args.workspace = static_cast<int*>(params.workspace);

@@ -1,16 +1,24 @@
 // The checks and lookups that every launch starts with. Before it: the dispatch files.
 #include "problem.hpp"
 
-#include <algorithm>
 #include <atomic>
 #include <cstdio>
 
 namespace flashhopper {
 namespace {
 
+constexpr float kLeastScale = 1e-30f, kMostScale = 1e30f;  // products with log2(e) stay finite and normal
+
 // Windows that reach past the sequences are unbounded; what remains fits 32 bits.
 int window_to_int(int64_t window, int64_t bound) {
   return window < 0 || window >= bound ? -1 : static_cast<int>(window);
+}
+
+// Sum over i in [0, count) of start + i clipped to [0, limit].
+double clipped_sum(double start, double count, double limit) {
+  auto const ramp = [](double n) { return n > 0 ? n * (n + 1) / 2 : 0.0; };  // sum of the positive numbers up to n
+  double const last = start + count - 1;
+  return ramp(last) - ramp(start - 1) - (ramp(last - limit) - ramp(start - 1 - limit));
 }
 
 }  // namespace
@@ -23,10 +31,10 @@ Mask Problem::mask() const {
 
 double Problem::kept_scores() const {
   double const sq = static_cast<double>(seqlen_q), sk = static_cast<double>(seqlen_k);
-  if (mask().window_right < 0) return sq * sk;
-  // Causal: row i sees clamp(i + 1 + sk - sq, 0, sk) keys.
-  double const rows = std::min(sq, sk);
-  return rows * (sk - rows) + rows * (rows + 1) / 2;
+  Mask const bounds = mask();
+  // Row i sees the keys from key_begin to key_end, which both are i plus a number, clipped.
+  double const ends = bounds.window_right < 0 ? sq * sk : clipped_sum(sk - sq + 1 + bounds.window_right, sq, sk);
+  return ends - (bounds.window_left < 0 ? 0.0 : clipped_sum(sk - sq - bounds.window_left, sq, sk));
 }
 
 char const* dtype_name(int32_t dtype) { return dtype == FLASHHOPPER_BF16 ? "bf16" : "fp16"; }
@@ -58,21 +66,33 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
   if (p.dtype != FLASHHOPPER_FP16 && p.dtype != FLASHHOPPER_BF16) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "dtype is ", p.dtype, ": it must be 0 (fp16) or 1 (bf16)");
   }
-  constexpr float kLeastScale = 1e-30f, kMostScale = 1e30f;  // its product with log2(e) stays finite and normal
   if (!(p.softmax_scale >= kLeastScale && p.softmax_scale <= kMostScale)) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "softmax_scale is ", p.softmax_scale, ": the Hopper kernels take ",
                      kLeastScale, " to ", kMostScale, "; the tiled engine takes any");
-  }
-  if (p.window_left >= 0 || p.window_right > 0) {
-    return set_error(
-        FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
-        "): the Hopper kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
   }
   if (p.sm_margin < 0 || p.sm_margin >= num_sms) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "sm_margin is ", p.sm_margin, ": it must be between 0 and ",
                      num_sms - 1);
   }
   return FLASHHOPPER_OK;
+}
+
+flashhopper_status check_full_or_causal(Problem const& p) {
+  if (p.window_left < 0 && p.window_right <= 0) return FLASHHOPPER_OK;
+  return set_error(
+      FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
+      "): this Hopper kernel computes full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
+}
+
+flashhopper_status check_softcap(float softcap, float softmax_scale) {
+  if (softcap == 0.f) return FLASHHOPPER_OK;
+  float const ratio = softmax_scale / softcap;
+  if (softcap >= kLeastScale && softcap <= kMostScale && ratio >= kLeastScale && ratio <= kMostScale) {
+    return FLASHHOPPER_OK;
+  }
+  return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", softcap, " with softmax_scale ", softmax_scale,
+                   ": the Hopper kernels take 0 (none), or a softcap and a ratio of the two of ", kLeastScale, " to ",
+                   kMostScale, "; the tiled engine takes any");
 }
 
 flashhopper_status current_device(Device* device) {

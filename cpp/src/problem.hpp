@@ -38,6 +38,9 @@ inline constexpr int64_t kMaxTiles = INT32_MAX - (1 << 16);  // each CTA takes o
 char const* dtype_name(int32_t dtype);
 
 flashhopper_status check_problem(Problem const& problem, int num_sms);
+// For kernels without windows.
+flashhopper_status check_full_or_causal(Problem const& problem);
+flashhopper_status check_softcap(float softcap, float softmax_scale);
 
 struct Device {
   int index;

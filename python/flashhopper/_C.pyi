@@ -54,11 +54,10 @@ def forward_plan(sizes: Sizes, dtype: int, sm_margin: int, num_sms: int) -> Plan
 def backward_plan(sizes: Sizes, dtype: int, sm_margin: int, deterministic: bool, num_sms: int) -> Plan: ...
 def backward(
     tensors: Sequence[tuple[int, int, int, int]],  # q, k, v, out, dout, dq, dk, dv: address; batch, row, head stride
-    lse: int,
-    dlse: int,  # 0: none
-    workspace: int,
+    values: tuple[int, int, int, int, int],  # lse, dlse, sink, dsink, workspace; 0: the call has none
     sizes: Sizes,
     softmax_scale: float,
+    softcap: float,
     dtype: int,
     sm_margin: int,
     deterministic: bool,

@@ -86,12 +86,12 @@ def resolve(
         return False
     if (
         _is_served(q, head_dim, head_dim_v, is_backward)
-        and window_left < 0
-        and window_right <= 0
-        and softcap == 0.0
-        and not has_sink
-        and not is_packed
         and LEAST_SCALE <= softmax_scale <= MOST_SCALE
+        and not is_packed
+        and (
+            (window_left < 0 and window_right <= 0 and softcap == 0.0 and not has_sink)
+            or (is_backward and _is_in_range(softcap, softmax_scale))
+        )
     ):
         return True
     reason, must_raise = refusal(
@@ -102,6 +102,13 @@ def resolve(
     if must_raise:
         raise RuntimeError(f'{reason}; run `python -m flashhopper doctor`, or ask for set_backend("tiled") by name')
     return False
+
+
+def _is_in_range(softcap: float, softmax_scale: float) -> bool:
+    """Whether the kernels take this softcap; as in cpp/src/problem.cpp."""
+    if softcap == 0.0:
+        return True
+    return LEAST_SCALE <= softcap <= MOST_SCALE and LEAST_SCALE <= softmax_scale / softcap <= MOST_SCALE
 
 
 def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int, is_backward: bool) -> bool:
@@ -131,11 +138,16 @@ def refusal(
     feature = None
     if is_packed:
         feature = "packed sequences are not in the Hopper kernels yet"
-    elif window_left >= 0 or window_right > 0:
+    elif is_backward and not _is_in_range(softcap, softmax_scale):
+        feature = (
+            f"softcap is {softcap} with softmax_scale {softmax_scale}, the kernels take 0 (none), or a softcap and a "
+            f"ratio of the two of {LEAST_SCALE} to {MOST_SCALE}"
+        )
+    elif not is_backward and (window_left >= 0 or window_right > 0):
         feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
-    elif softcap != 0.0:
+    elif not is_backward and softcap != 0.0:
         feature = f"softcap ({softcap}) is not in the Hopper kernels yet"
-    elif has_sink:
+    elif not is_backward and has_sink:
         feature = "attention sinks are not in the Hopper kernels yet"
     elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
         feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"

@@ -150,8 +150,8 @@ def dense_backward(
     has_sink = sink is not None
     window = (window_left, window_right)
     if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, False, softmax_scale, True):
-        numbers = (softmax_scale, *window, sm_margin, deterministic)
-        return *hopper_backward.backward(dout, dlse, q, k, v, out, lse, sizes, *numbers), q.new_empty(0)
+        numbers = (softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.backward(dout, dlse, q, k, v, out, lse, sink, sizes, *numbers)
     settings = tiled.Settings(softmax_scale, *window, softcap)
     dq, dk, dv, dsink = tiled.dense_backward(dout, dlse, q, k, v, out, lse, sink, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink

@@ -160,7 +160,7 @@ def _gradients(
     reason, _ = backends.refusal(q, sizes[3], sizes[6], *window, softcap, has_sink, is_packed, scale, is_backward=True)
     if requested == "tiled" or reason is not None:
         return _TILED_GRADIENTS
-    if hopper_backward.is_empty(sizes):
+    if hopper_backward.is_empty(sizes, has_sink):
         return "hopper, zeros: the problem has no queries or no keys"
     row = hopper_backward.backward_plan(sizes, q.dtype, *window, sm_margin, deterministic, q.device)
     order = "in a fixed order, bit-reproducible" if deterministic else "in the order of arrival"

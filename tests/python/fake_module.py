@@ -26,8 +26,9 @@ PREPARE_PARAMETERS = (
 CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
 # The parameters of _C.backward, the tensors of its first and the sizes of its fifth.
 BACKWARD_PARAMETERS = (
-    *("tensors", "lse", "dlse", "workspace", "sizes", "softmax_scale", "dtype", "sm_margin", "deterministic", "stream"),
+    *("tensors", "values", "sizes", "softmax_scale", "softcap", "dtype", "sm_margin", "deterministic", "stream"),
 )
+BACKWARD_VALUES = ("lse", "dlse", "sink", "dsink", "workspace")
 # The parameters of _C.quantize and of _C.transpose_values.
 QUANTIZE_PARAMETERS = (
     *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "q_block", "stream"),
@@ -118,6 +119,7 @@ class FakeModule:
         assert len(arguments) == len(BACKWARD_PARAMETERS)
         call = dict(zip(BACKWARD_PARAMETERS, arguments, strict=True))
         call |= dict(zip(SIZES, call.pop("sizes"), strict=True))
+        call |= dict(zip(BACKWARD_VALUES, call.pop("values"), strict=True))
         for name, (address, *strides) in zip(BACKWARD_TENSORS, call.pop("tensors"), strict=True):
             call[name] = address
             call[f"{name}_strides"] = tuple(strides)

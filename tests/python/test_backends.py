@@ -108,8 +108,13 @@ def test_forward_and_backward_are_served_apart(monkeypatch: pytest.MonkeyPatch) 
         match=r"no backward kernel was built for bf16 with head_dim 128 and head_dim_v 128 \(built, up to: 64/64\)",
     ):
         resolve("hopper", Query(), 128, 128, is_backward=True)
-    for options in ({"window_left": 5}, {"softcap": 1.0}, {"has_sink": True}, {"is_packed": True}):
-        assert not resolve("auto", Query(), 64, 64, is_backward=True, **options)
+    for options in ({"window_left": 5}, {"window_right": 3}, {"softcap": 1.0}, {"has_sink": True}):
+        assert resolve("hopper", Query(), 64, 64, is_backward=True, **options)
+    assert not resolve("auto", Query(), 64, 64, is_backward=True, is_packed=True)
+    for softcap in (1e-31, 1e31):
+        assert not resolve("auto", Query(), 64, 64, is_backward=True, softcap=softcap)
+        with pytest.raises(RuntimeError, match="softcap is 1e"):
+            resolve("hopper", Query(), 64, 64, is_backward=True, softcap=softcap)
 
 
 @pytest.mark.usefixtures("machine")
@@ -201,7 +206,7 @@ def test_explain_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "in a fixed order, bit-reproducible" in fh.explain(q, k, k, deterministic=True).gradients
     with fh.set_backend("tiled"):
         assert "tiled engine" in fh.explain(q, k, k).gradients
-    assert "tiled engine" in fh.explain(q, k, k, window_size=(3, 0)).gradients
+    assert fh.explain(q, k, k, window_size=(3, 0)).gradients.startswith("hopper, bwd_hd128")
     assert module.calls == module.backward_calls == []
 
 

@@ -45,14 +45,19 @@ def run(
     dlse: torch.Tensor | None = None,
     *,
     causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sink: torch.Tensor | None = None,
     sm_margin: int = 0,
     deterministic: bool = False,
     backend: str = "hopper",
 ) -> Tensors:
-    """flashhopper::backward, without dsink."""
-    numbers = (0.25, -1, 0 if causal else -1, 0.0, sm_margin, deterministic, backend)
-    gradients: Tensors = list(torch.ops.flashhopper.backward(dout, dlse, *tensors, out, lse, None, *numbers))
-    assert gradients.pop().numel() == 0
+    """flashhopper::backward; dsink comes with a sink alone."""
+    bounds = (-1, 0 if causal else -1) if window is None else window
+    numbers = (0.25, *bounds, softcap, sm_margin, deterministic, backend)
+    gradients: Tensors = list(torch.ops.flashhopper.backward(dout, dlse, *tensors, out, lse, sink, *numbers))
+    if sink is None:
+        assert gradients.pop().numel() == 0
     return gradients
 
 
@@ -76,6 +81,50 @@ def test_arguments(module: FakeModule) -> None:
     rest = {"window_left": -1, "window_right": 0, "softmax_scale": 0.25, "dtype": FakeModule.BF16, "stream": 77}
     assert call | sizes | rest == call
     assert (call["sm_margin"], call["deterministic"]) == (3, True)
+
+
+def test_windows_and_softcap_arrive(module: FakeModule) -> None:
+    q, k, v = inputs()
+    run([q, k, v], *outputs(q, v), window=(3, 2), softcap=30.0)
+    (call,) = module.backward_calls
+    assert (call["window_left"], call["window_right"], call["softcap"]) == (3, 2, 30.0)
+    assert (call["sink"], call["dsink"]) == (0, 0)
+    run([q, k, v], *outputs(q, v))
+    assert module.backward_calls[-1]["softcap"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_sink_is_float32_and_its_gradient_of_its_dtype(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    q, k, v = inputs()
+    sink = torch.randn(4, dtype=dtype)
+    seen: list[list[float]] = []
+    launch = module.backward
+
+    def differentiate(views: Any, values: Any, *rest: Any) -> None:
+        logits, gradient = (ctypes.c_float * 4).from_address(values[2]), (ctypes.c_float * 4).from_address(values[3])
+        seen.append(list(logits))
+        gradient[:] = [1.0, 2.0, 3.0, 4.0]
+        launch(views, values, *rest)
+
+    monkeypatch.setattr(module, "backward", differentiate)
+    *_, dsink = run([q, k, v], *outputs(q, v), sink=sink)
+    assert seen == [sink.float().tolist()]
+    assert dsink.dtype == dtype
+    assert dsink.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert len(module.backward_calls) == 1
+
+
+def test_a_sink_has_a_gradient_without_keys(module: FakeModule) -> None:
+    """lse is the sink then: its gradient goes there, through the kernels."""
+    tensors = inputs(seqlen_k=0)
+    run(tensors, *outputs(tensors[0], tensors[2]), sink=torch.randn(4))
+    assert len(module.backward_calls) == 1
+    tensors = inputs(seqlen_q=0)
+    *_, dsink = run(tensors, *outputs(tensors[0], tensors[2]), sink=torch.randn(4))
+    assert len(module.backward_calls) == 1
+    assert (dsink.shape, dsink.any().item()) == ((4,), False)
 
 
 def test_views_are_read_where_they_lie(module: FakeModule) -> None:
@@ -339,10 +388,6 @@ def test_the_backend_of_the_forward_call_serves_its_gradient(module: FakeModule)
         out = fh.flash_attn_func(q, k, v)
     assert isinstance(out, torch.Tensor)
     out.sum().backward()
-    assert module.backward_calls == []
-    windowed = fh.flash_attn_func(q, k, v, window_size=(2, 0))
-    assert isinstance(windowed, torch.Tensor)
-    windowed.sum().backward()
     assert module.backward_calls == []
     out = fh.flash_attn_func(q, k, v)
     assert isinstance(out, torch.Tensor)

@@ -45,9 +45,11 @@ def backward_plan(
     return _plan(problem, hopper.dtype_code(dtype), sm_margin, deterministic, num_sms)
 
 
-def is_empty(sizes: DenseShape) -> bool:
-    """Whether every gradient is zero for lack of queries or of keys."""
-    return hopper.is_empty(sizes) or sizes[4] == 0
+def is_empty(sizes: DenseShape, has_sink: bool = False) -> bool:
+    """Whether every gradient is zero for lack of queries or of keys. Without keys the lse is a sink's alone, and its
+    gradient the sink's.
+    """
+    return hopper.is_empty(sizes) or (sizes[4] == 0 and not has_sink)
 
 
 def backward(
@@ -58,35 +60,39 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    sink: torch.Tensor | None,
     sizes: DenseShape,
     softmax_scale: float,
     window_left: int,
     window_right: int,
+    softcap: float,
     sm_margin: int,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the dense backward on the current stream of q's device.
 
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim_v); dlse, lse: float32 (batch, heads, seqlen_q), dlse may be None.
         q, k, v: as of the forward, float16 or bfloat16.
+        sink: (heads,), any floating-point dtype, or None.
         sizes: what checks.dense returned for them.
         deterministic: bit-equal gradients in every run; dq's sums then wait for one another.
 
     Returns:
-        dq, dk, dv, contiguous, of the shapes and dtype of q, k, v.
+        dq, dk, dv, contiguous, of the shapes and dtype of q, k, v; dsink of the sink's dtype, empty without one.
 
     Raises:
         RuntimeError: a CUDA call failed; the message holds it and the plan.
     """
-    if is_empty(sizes):
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    if is_empty(sizes, sink is not None):
+        dsink = q.new_empty(0) if sink is None else torch.zeros_like(sink)
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape), dsink
     index = q.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
             return backward(
-                dout, dlse, q, k, v, out, lse, sizes,
-                softmax_scale, window_left, window_right, sm_margin, deterministic,
+                dout, dlse, q, k, v, out, lse, sink, sizes,
+                softmax_scale, window_left, window_right, softcap, sm_margin, deterministic,
             )  # fmt: skip
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     # Copies, where TMA needs them, live until the launch is enqueued; the allocator orders reuse behind it.
@@ -95,16 +101,26 @@ def backward(
     lse = lse.contiguous()
     if dlse is not None:
         dlse = dlse.to(torch.float32).contiguous()
+    dsink = q.new_empty(0)
+    if sink is not None:
+        sink = sink.contiguous()
+        logits = sink.to(torch.float32)
+        dsink = torch.empty_like(logits)
     plan = backward_plan(sizes, q.dtype, window_left, window_right, sm_margin, deterministic, q.device)
     workspace = torch.empty(plan["workspace_bytes"], dtype=torch.uint8, device=q.device)
     try:
         hopper.module.backward(
             views,
-            lse.data_ptr(),
-            0 if dlse is None else dlse.data_ptr(),
-            workspace.data_ptr(),
+            (
+                lse.data_ptr(),
+                0 if dlse is None else dlse.data_ptr(),
+                0 if sink is None else logits.data_ptr(),
+                0 if sink is None else dsink.data_ptr(),
+                workspace.data_ptr(),
+            ),
             hopper.problem(sizes, window_left, window_right),
             softmax_scale,
+            softcap,
             hopper.dtype_code(q.dtype),
             sm_margin,
             deterministic,
@@ -112,4 +128,4 @@ def backward(
         )
     except RuntimeError as error:
         raise RuntimeError(f"{error}; plan: {plan}") from error
-    return dq, dk, dv
+    return dq, dk, dv, dsink if sink is None else dsink.to(sink.dtype)

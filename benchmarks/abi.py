@@ -57,6 +57,9 @@ class BackwardParams(Structure):
         ("sm_margin", c_int32),
         ("deterministic", c_int32),
         ("stream", c_void_p),
+        *[(name, c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")],
+        ("total_q", c_int64),
+        ("total_k", c_int64),
     ]
 
 

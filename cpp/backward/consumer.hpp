@@ -27,31 +27,31 @@ struct BackwardConsumer {
   int const thread_row = thread / 32 * 16 + lane / 4;
   int const thread_column = lane % 4 * 2;
 
-  // Query blocks of a tile's steps, walked once for each query head of the group.
-  FLASHHOPPER_DEVICE BlockRange visited(int block) const {
-    return args.mask.visited_queries(block * Traits::kTileN, (block + 1) * Traits::kTileN, Traits::kTileM);
-  }
-
-  // With a softcap scores become their tanh, before the mask: its -inf must stay.
+  // Before the mask, whose -inf must stay.
   FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
-    if (!args.softcap.is_on()) return;
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < kScores; ++e) scores[e] = args.softcap.tanh(scores[e]);
+    if (has_softcap()) args.softcap.apply(scores);
   }
+  FLASHHOPPER_DEVICE bool has_softcap() const { return args.softcap.factor != 0.f; }
 
-  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are computed
+  // Before the mask, whose -inf must stay.
+  FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
+    if (has_softcap()) args.softcap.apply(scores);
+  }
+  FLASHHOPPER_DEVICE bool has_softcap() const { return args.softcap.factor != 0.f; }
+
+  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are read
   // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
   // the compiler from doing so. first_row: of this thread's accumulator row 0 within the tile.
-  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int block, int m, int first_row) const {
-    asm volatile("" : "+r"(block));
-    int const begin = block * Traits::kTileN;
-    BlockRange const unmasked = args.mask.unmasked_queries(begin, begin + Traits::kTileN, Traits::kTileM);
-    if (m < unmasked.begin || m >= unmasked.end) apply_mask(scores, begin + first_row, m);
+  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int slot, int m, int first_row) const {
+    asm volatile("" : "+r"(slot));
+    BackwardTile const& tile = storage.tile[slot];
+    if (m >= tile.unmasked.begin && m < tile.unmasked.end) return;
+    apply_mask(scores, mask_of(args, tile.rows), tile.block * Traits::kTileN + first_row, m);
   }
   // The query block of the next step.
-  FLASHHOPPER_DEVICE int next_step(int block, int m) const {
-    asm volatile("" : "+r"(block));
-    BlockRange const range = visited(block);
+  FLASHHOPPER_DEVICE int next_step(int slot, int m) const {
+    asm volatile("" : "+r"(slot));
+    BlockRange const range = storage.tile[slot].visited;
     return m + 1 == range.end ? range.begin : m + 1;
   }
 
@@ -61,14 +61,16 @@ struct BackwardConsumer {
     if (lane == 0) empty.arrive();
   }
 
-  // Scores outside the mask become -inf. first_key: position of the key of the thread's accumulator row 0.
-  FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], int first_key, int m) const {
-    int const origin = m * Traits::kTileM + thread_column;
+  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this thread's
+  // accumulator row 0 within the tile.
+  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], Step const& step, int first_row) const {
+    if (step.is_masked == 0) return;
+    BlockMask const mask = step.mask;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const key = first_key + 8 * r;
-      int const begin = args.mask.query_begin(key) - origin;
-      int const end = key < args.mask.seqlen_k ? args.mask.query_end(key) - origin : INT32_MIN;
+      int const row = first_row + 8 * r;
+      int const begin = row + mask.lo - thread_column;
+      int const end = row < mask.keys ? row + mask.hi - thread_column : INT32_MIN;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         bool const seen = accumulator_column(e) >= begin && accumulator_column(e) < end;
@@ -121,8 +123,8 @@ struct BackwardConsumer {
     for (int e = 0; e < kScores; e += 2) {
       float2 const d = column_pair(delta, e), lse = column_pair(lse_log2, e);
       float const p[2] = {probabilities[e], probabilities[e + 1]};
-      packed_ds[e / 2] = pack<Element>(p[0] * (gradients[e] - d.x) * args.softcap.derivative(p[0], lse.x),
-                                       p[1] * (gradients[e + 1] - d.y) * args.softcap.derivative(p[1], lse.y));
+      packed_ds[e / 2] = pack<Element>(p[0] * (gradients[e] - d.x) * args.softcap.slope(p[0], lse.x),
+                                       p[1] * (gradients[e + 1] - d.y) * args.softcap.slope(p[1], lse.y));
       packed_p[e / 2] = pack<Element>(p[0], p[1]);
     }
   }
@@ -144,8 +146,8 @@ struct BackwardConsumer {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; e += 2) {
       float2 const p = unpack<Element>(probabilities[e / 2]), lse = column_pair(lse_log2, e);
-      ds[e] *= args.softcap.derivative(p.x, lse.x);
-      ds[e + 1] *= args.softcap.derivative(p.y, lse.y);
+      ds[e] *= args.softcap.slope(p.x, lse.x);
+      ds[e + 1] *= args.softcap.slope(p.y, lse.y);
     }
   }
 

@@ -1,40 +1,52 @@
 // The checks and lookups that every launch starts with. Before it: the dispatch files.
 #include "problem.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 
 namespace flashhopper {
 namespace {
 
-constexpr float kLeastScale = 1e-30f, kMostScale = 1e30f;  // products with log2(e) stay finite and normal
-
-// Windows that reach past the sequences are unbounded; what remains fits 32 bits.
-int window_to_int(int64_t window, int64_t bound) {
-  return window < 0 || window >= bound ? -1 : static_cast<int>(window);
+// Sum over rows i in [0, sq) of clamp(i + first, 0, sk).
+double clamped_sum(double first, double sq, double sk) {
+  auto const up_to = [&](double n) {
+    double const ramp = std::max(0., std::min(n, sk));
+    return ramp * (ramp + 1) / 2 + std::max(0., n - sk) * sk;
+  };
+  return up_to(first + sq - 1) - up_to(first - 1);
 }
 
-// Sum over i in [0, count) of start + i clipped to [0, limit].
-double clipped_sum(double start, double count, double limit) {
-  auto const ramp = [](double n) { return n > 0 ? n * (n + 1) / 2 : 0.0; };  // sum of the positive numbers up to n
-  double const last = start + count - 1;
-  return ramp(last) - ramp(start - 1) - (ramp(last - limit) - ramp(start - 1 - limit));
+flashhopper_status check_packed(Problem const& p, int64_t most) {
+  if (p.total_q < 1 || p.total_q > most || p.total_k < 0 || p.total_k > most) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "total_q is ", p.total_q, ", total_k is ", p.total_k,
+                     ": they must be between 1, or 0 for total_k, and ", most);
+  }
+  return FLASHHOPPER_OK;
 }
 
 }  // namespace
 
-Mask Problem::mask() const {
-  int64_t const bound = seqlen_q + seqlen_k;
-  return {static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), window_to_int(window_left, bound),
-          window_to_int(window_right, bound)};
+// Bounds that hide nothing become -1, so that those which remain fit 32 bits with a row added; a right bound of 0 is
+// causal attention and stays.
+Window Problem::window() const {
+  int64_t const rows = is_packed ? total_q : seqlen_q, keys = is_packed ? total_k : seqlen_k;
+  bool const has_left = window_left >= 0 && window_left < keys - 1;
+  bool const has_right = window_right == 0 || (window_right > 0 && window_right < rows - 1);
+  return {has_left ? static_cast<int>(window_left) : -1, has_right ? static_cast<int>(window_right) : -1};
 }
 
+Mask Problem::mask() const {
+  Window const bounds = window();
+  return {static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), bounds.left, bounds.right};
+}
+
+// Row i sees the keys from clamp(i + sk - sq - left) to clamp(i + sk - sq + right + 1), both within [0, sk].
 double Problem::kept_scores() const {
   double const sq = static_cast<double>(seqlen_q), sk = static_cast<double>(seqlen_k);
-  Mask const bounds = mask();
-  // Row i sees the keys from key_begin to key_end, which both are i plus a number, clipped.
-  double const ends = bounds.window_right < 0 ? sq * sk : clipped_sum(sk - sq + 1 + bounds.window_right, sq, sk);
-  return ends - (bounds.window_left < 0 ? 0.0 : clipped_sum(sk - sq - bounds.window_left, sq, sk));
+  Window const bounds = window();
+  double const ends = bounds.right < 0 ? sq * sk : clamped_sum(sk - sq + bounds.right + 1, sq, sk);
+  return ends - (bounds.left < 0 ? 0. : clamped_sum(sk - sq - bounds.left, sq, sk));
 }
 
 char const* dtype_name(int32_t dtype) { return dtype == FLASHHOPPER_BF16 ? "bf16" : "fp16"; }
@@ -45,8 +57,9 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
     char const* name;
     int64_t value, least, most;
   };
-  Size const sizes[] = {{"batch", p.batch, 1, INT32_MAX},        {"heads", p.heads, 1, INT32_MAX},
-                        {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, 1, kMaxSeqlen},
+  int64_t const least = p.is_packed ? 0 : 1;  // a packed batch may hold no sequence, and rows of none
+  Size const sizes[] = {{"batch", p.batch, least, kMaxSeqlen},   {"heads", p.heads, 1, INT32_MAX},
+                        {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, least, kMaxSeqlen},
                         {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"head_dim", p.head_dim, 8, 256},
                         {"head_dim_v", p.head_dim_v, 8, 256}};
   for (Size const& size : sizes) {
@@ -66,10 +79,12 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
   if (p.dtype != FLASHHOPPER_FP16 && p.dtype != FLASHHOPPER_BF16) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "dtype is ", p.dtype, ": it must be 0 (fp16) or 1 (bf16)");
   }
+  constexpr float kLeastScale = 1e-30f, kMostScale = 1e30f;  // its product with log2(e) stays finite and normal
   if (!(p.softmax_scale >= kLeastScale && p.softmax_scale <= kMostScale)) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "softmax_scale is ", p.softmax_scale, ": the Hopper kernels take ",
                      kLeastScale, " to ", kMostScale, "; the tiled engine takes any");
   }
+  if (p.is_packed) FLASHHOPPER_RETURN_IF_ERROR(check_packed(p, kMaxSeqlen));
   if (p.sm_margin < 0 || p.sm_margin >= num_sms) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "sm_margin is ", p.sm_margin, ": it must be between 0 and ",
                      num_sms - 1);
@@ -77,22 +92,10 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
   return FLASHHOPPER_OK;
 }
 
-flashhopper_status check_full_or_causal(Problem const& p) {
+flashhopper_status refuse_windows(Problem const& p) {
   if (p.window_left < 0 && p.window_right <= 0) return FLASHHOPPER_OK;
-  return set_error(
-      FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
-      "): this Hopper kernel computes full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
-}
-
-flashhopper_status check_softcap(float softcap, float softmax_scale) {
-  if (softcap == 0.f) return FLASHHOPPER_OK;
-  float const ratio = softmax_scale / softcap;
-  if (softcap >= kLeastScale && softcap <= kMostScale && ratio >= kLeastScale && ratio <= kMostScale) {
-    return FLASHHOPPER_OK;
-  }
-  return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", softcap, " with softmax_scale ", softmax_scale,
-                   ": the Hopper kernels take 0 (none), or a softcap and a ratio of the two of ", kLeastScale, " to ",
-                   kMostScale, "; the tiled engine takes any");
+  return set_error(FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
+                   "): these kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
 }
 
 flashhopper_status current_device(Device* device) {

@@ -4,14 +4,17 @@
 
 #include "core/check.hpp"
 #include "core/mask.hpp"
+#include "core/softmax.hpp"
 
 namespace flashhopper {
 
-// The sizes and options of either params struct.
+// The sizes and options of any params struct.
 struct Problem {
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right;
   float softmax_scale;
   int32_t dtype, sm_margin;
+  bool is_packed = false;            // then seqlen_q and seqlen_k are those of the longest sequence, or more
+  int64_t total_q = 0, total_k = 0;  // packed: rows of the tensors
 
   template <class Params>
   explicit Problem(Params const& p)
@@ -26,21 +29,26 @@ struct Problem {
         window_right(p.window_right),
         softmax_scale(p.softmax_scale),
         dtype(p.dtype),
-        sm_margin(p.sm_margin) {}
+        sm_margin(p.sm_margin) {
+    if constexpr (requires { p.total_q; }) {
+      is_packed = p.cu_seqlens_q != nullptr;
+      total_q = p.total_q;
+      total_k = p.total_k;
+    }
+  }
 
-  Mask mask() const;
-  double kept_scores() const;  // of one head
+  Window window() const;
+  Mask mask() const;           // of one sequence, the longest of a packed batch
+  double kept_scores() const;  // of one head of it
 };
 
-inline constexpr float kLog2e = 1.44269504088896340736f;
 inline constexpr int64_t kMaxTiles = INT32_MAX - (1 << 16);  // each CTA takes one place past the end
 
 char const* dtype_name(int32_t dtype);
 
 flashhopper_status check_problem(Problem const& problem, int num_sms);
-// For kernels without windows.
-flashhopper_status check_full_or_causal(Problem const& problem);
-flashhopper_status check_softcap(float softcap, float softmax_scale);
+// FLASHHOPPER_UNSUPPORTED for masks other than full and causal, where a direction has no others.
+flashhopper_status refuse_windows(Problem const& problem);
 
 struct Device {
   int index;

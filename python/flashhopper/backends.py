@@ -16,6 +16,7 @@ from .engine import hopper, hopper_backward
 BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/problem.cpp: products in float32 stay finite and normal
+LEAST_CAP, MOST_CAP = 1e-3, 1e3  # as in cpp/src/backward_dispatch.cpp: the cap's error stays small
 
 _requested = "auto"
 # (device index, dtype, head_dim, head_dim_v, is_backward) -> whether the kernels serve them, masks aside. No process
@@ -87,10 +88,9 @@ def resolve(
     if (
         _is_served(q, head_dim, head_dim_v, is_backward)
         and LEAST_SCALE <= softmax_scale <= MOST_SCALE
-        and not is_packed
         and (
-            (window_left < 0 and window_right <= 0 and softcap == 0.0 and not has_sink)
-            or (is_backward and _is_in_range(softcap, softmax_scale))
+            (window_left < 0 and window_right <= 0 and softcap == 0.0 and not has_sink and not is_packed)
+            or (is_backward and (softcap == 0.0 or LEAST_CAP <= softcap <= MOST_CAP))
         )
     ):
         return True
@@ -102,13 +102,6 @@ def resolve(
     if must_raise:
         raise RuntimeError(f'{reason}; run `python -m flashhopper doctor`, or ask for set_backend("tiled") by name')
     return False
-
-
-def _is_in_range(softcap: float, softmax_scale: float) -> bool:
-    """Whether the kernels take this softcap; as in cpp/src/problem.cpp."""
-    if softcap == 0.0:
-        return True
-    return LEAST_SCALE <= softcap <= MOST_SCALE and LEAST_SCALE <= softmax_scale / softcap <= MOST_SCALE
 
 
 def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int, is_backward: bool) -> bool:
@@ -136,13 +129,10 @@ def refusal(
     """
     reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v, is_backward)
     feature = None
-    if is_packed:
+    if is_packed and not is_backward:
         feature = "packed sequences are not in the Hopper kernels yet"
-    elif is_backward and not _is_in_range(softcap, softmax_scale):
-        feature = (
-            f"softcap is {softcap} with softmax_scale {softmax_scale}, the kernels take 0 (none), or a softcap and a "
-            f"ratio of the two of {LEAST_SCALE} to {MOST_SCALE}"
-        )
+    elif is_backward and softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
+        feature = f"softcap is {softcap}, the kernels take 0.0 (none) and {LEAST_CAP} to {MOST_CAP}"
     elif not is_backward and (window_left >= 0 or window_right > 0):
         feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
     elif not is_backward and softcap != 0.0:

@@ -150,8 +150,8 @@ def dense_backward(
     has_sink = sink is not None
     window = (window_left, window_right)
     if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, False, softmax_scale, True):
-        numbers = (softmax_scale, *window, softcap, sm_margin, deterministic)
-        return hopper_backward.backward(dout, dlse, q, k, v, out, lse, sink, sizes, *numbers)
+        numbers = hopper_backward.Numbers(softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.backward(dout, dlse, q, k, v, out, lse, sink, sizes, numbers)
     settings = tiled.Settings(softmax_scale, *window, softcap)
     dq, dk, dv, dsink = tiled.dense_backward(dout, dlse, q, k, v, out, lse, sink, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
@@ -276,8 +276,13 @@ def varlen_backward(
     backend: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
     packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    checks.packed(q, k, v, *packing)
+    sizes = checks.packed(q, k, v, *packing)
     checks.output_gradient(dout, out)
+    has_sink = sink is not None
+    window = (window_left, window_right)
+    if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, True, softmax_scale, True):
+        numbers = hopper_backward.Numbers(softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, sizes, numbers)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     dq, dk, dv, dsink = tiled.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink

@@ -26,9 +26,12 @@ PREPARE_PARAMETERS = (
 CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
 # The parameters of _C.backward, the tensors of its first and the sizes of its fifth.
 BACKWARD_PARAMETERS = (
-    *("tensors", "values", "sizes", "softmax_scale", "softcap", "dtype", "sm_margin", "deterministic", "stream"),
+    *("tensors", "addresses", "sizes", "totals", "softmax_scale", "softcap", "dtype", "sm_margin", "deterministic"),
+    "stream",
 )
-BACKWARD_VALUES = ("lse", "dlse", "sink", "dsink", "workspace")
+BACKWARD_ADDRESSES = (
+    *("lse", "dlse", "sink", "dsink", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+)
 # The parameters of _C.quantize and of _C.transpose_values.
 QUANTIZE_PARAMETERS = (
     *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "q_block", "stream"),
@@ -98,9 +101,16 @@ class FakeModule:
         return self._plan("fwd", "forward", self.rows, sizes)
 
     def backward_plan(
-        self, sizes: Sequence[int], dtype: int, sm_margin: int, deterministic: bool, num_sms: int
+        self,
+        sizes: Sequence[int],
+        dtype: int,
+        sm_margin: int,
+        deterministic: bool,
+        num_sms: int,
+        totals: tuple[int, int] = (0, 0),
     ) -> dict[str, object]:
-        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms))
+        packed = () if totals == (0, 0) else (totals,)
+        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms, *packed))
         return self._plan("bwd", "backward", self.backward_rows, sizes)
 
     def _plan(self, kind: str, direction: str, rows: Rows, sizes: Sequence[int]) -> dict[str, object]:
@@ -119,7 +129,7 @@ class FakeModule:
         assert len(arguments) == len(BACKWARD_PARAMETERS)
         call = dict(zip(BACKWARD_PARAMETERS, arguments, strict=True))
         call |= dict(zip(SIZES, call.pop("sizes"), strict=True))
-        call |= dict(zip(BACKWARD_VALUES, call.pop("values"), strict=True))
+        call |= dict(zip(BACKWARD_ADDRESSES, call.pop("addresses"), strict=True))
         for name, (address, *strides) in zip(BACKWARD_TENSORS, call.pop("tensors"), strict=True):
             call[name] = address
             call[f"{name}_strides"] = tuple(strides)

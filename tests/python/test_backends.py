@@ -108,12 +108,11 @@ def test_forward_and_backward_are_served_apart(monkeypatch: pytest.MonkeyPatch) 
         match=r"no backward kernel was built for bf16 with head_dim 128 and head_dim_v 128 \(built, up to: 64/64\)",
     ):
         resolve("hopper", Query(), 128, 128, is_backward=True)
-    for options in ({"window_left": 5}, {"window_right": 3}, {"softcap": 1.0}, {"has_sink": True}):
+    for options in ({"window_left": 5}, {"window_right": 3}, {"softcap": 1.0}, {"has_sink": True}, {"is_packed": True}):
         assert resolve("hopper", Query(), 64, 64, is_backward=True, **options)
-    assert not resolve("auto", Query(), 64, 64, is_backward=True, is_packed=True)
-    for softcap in (1e-31, 1e31):
+    for softcap in (1e-4, 1e4):
         assert not resolve("auto", Query(), 64, 64, is_backward=True, softcap=softcap)
-        with pytest.raises(RuntimeError, match="softcap is 1e"):
+        with pytest.raises(RuntimeError, match=r"softcap is .* the kernels take 0\.0"):
             resolve("hopper", Query(), 64, 64, is_backward=True, softcap=softcap)
 
 

@@ -66,7 +66,8 @@ def test_what_has_no_layout_has_no_key() -> None:
 # batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
 PROBLEM = (2, 8, 2, 1000, 777, 8, 8, -1, 0)
 VIEWS = [(16, 65536, 1024, 64)] * 8
-VALUES = (16, 0, 0, 0, 256)  # lse, dlse, sink, dsink, workspace
+ADDRESSES = (16, 0, 0, 0, 256, 0, 0, 0, 0)  # lse, dlse, sink, dsink, workspace, offsets
+DENSE = (0, 0)
 
 
 def plan(direction: str, problem: object, *, sm_margin: int = 0, deterministic: bool = False) -> dict[str, object]:
@@ -144,12 +145,12 @@ def test_a_backward_call_takes_eight_tensors_and_nine_sizes() -> None:
     numbers = (0.125, 0.0, hopper.module.BF16, 0, False, 0)
     for views, problem in ((VIEWS[:7], PROBLEM), (VIEWS, PROBLEM[:8]), ([view[:3] for view in VIEWS], PROBLEM)):
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            hopper.module.backward(views, VALUES, problem, *numbers)
+            hopper.module.backward(views, ADDRESSES, problem, DENSE, *numbers)
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        hopper.module.backward(VIEWS, VALUES, PROBLEM, *numbers[:5])
+        hopper.module.backward(VIEWS, ADDRESSES, PROBLEM, DENSE, *numbers[:5])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
 def test_without_a_gpu_a_backward_call_reports_the_error_of_cuda() -> None:
     with pytest.raises(RuntimeError, match="cuda"):
-        hopper.module.backward(VIEWS, VALUES, PROBLEM, 0.125, 0.0, hopper.module.BF16, 0, False, 0)
+        hopper.module.backward(VIEWS, ADDRESSES, PROBLEM, DENSE, 0.125, 0.0, hopper.module.BF16, 0, False, 0)

@@ -33,28 +33,6 @@ struct BackwardConsumer {
   }
   FLASHHOPPER_DEVICE bool has_softcap() const { return args.softcap.factor != 0.f; }
 
-  // Before the mask, whose -inf must stay.
-  FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
-    if (has_softcap()) args.softcap.apply(scores);
-  }
-  FLASHHOPPER_DEVICE bool has_softcap() const { return args.softcap.factor != 0.f; }
-
-  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are read
-  // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
-  // the compiler from doing so. first_row: of this thread's accumulator row 0 within the tile.
-  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int slot, int m, int first_row) const {
-    asm volatile("" : "+r"(slot));
-    BackwardTile const& tile = storage.tile[slot];
-    if (m >= tile.unmasked.begin && m < tile.unmasked.end) return;
-    apply_mask(scores, mask_of(args, tile.rows), tile.block * Traits::kTileN + first_row, m);
-  }
-  // The query block of the next step.
-  FLASHHOPPER_DEVICE int next_step(int slot, int m) const {
-    asm volatile("" : "+r"(slot));
-    BlockRange const range = storage.tile[slot].visited;
-    return m + 1 == range.end ? range.begin : m + 1;
-  }
-
   // One arrival a warp: its reads of the slot are over, also those of lse and delta by the other lanes.
   FLASHHOPPER_DEVICE void release(Barrier& empty) const {
     __syncwarp();

@@ -77,16 +77,6 @@ int64_t key_blocks(Problem const& p, BackwardConfig const& config) {
   return count_blocks(p, p.seqlen_k, p.total_k, config.tile_n);
 }
 
-constexpr float kLeastCap = 1e-3f, kMostCap = 1e3f;  // core/softmax.hpp's absolute error, times the cap, stays small
-
-flashhopper_status check_options(flashhopper_backward_params const& p) {
-  if (p.softcap != 0.f && !(p.softcap >= kLeastCap && p.softcap <= kMostCap)) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", p.softcap, ": the Hopper kernels take 0 (none) and ",
-                     kLeastCap, " to ", kMostCap, "; the tiled engine takes any");
-  }
-  return FLASHHOPPER_OK;
-}
-
 // Hands out consecutive parts of the workspace; from a null base it only counts.
 struct Arena {
   char* base;

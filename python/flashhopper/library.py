@@ -14,7 +14,7 @@ import torch
 
 from . import checks
 from .backends import resolve
-from .engine import hopper, hopper_backward, tiled, tiles
+from .engine import hopper, hopper_backward, hopper_options, tiled, tiles
 
 _Tensor = torch.Tensor
 
@@ -83,6 +83,9 @@ def run_dense(
     """
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
+        if has_sink or softcap != 0.0:
+            options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+            return hopper_options.dense_forward(q, k, v, sink, sizes, options)
         return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse, key)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
 
@@ -218,7 +221,9 @@ def varlen_forward(
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
     has_sink = sink is not None
-    resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale)
+    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale):
+        options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+        return hopper_options.packed_forward(q, k, v, sink, packing, sizes, options)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     return tiled.packed_forward(q, k, v, sink, packing, settings)
 

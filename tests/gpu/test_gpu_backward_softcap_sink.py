@@ -25,12 +25,12 @@ def test_softcap(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_softcap_that_caps_nothing(head_dim: int) -> None:
-    """At 1e6 it is the identity to eleven digits."""
+    """At 1000, the largest that the kernels take, it is the identity to five digits."""
     q, k, v = draw(10, 2, 200, 300, 4, 2, head_dim)
     dout = draw_dout(10, q, v)
-    assert_right(q, k, v, dout, Options((-1, 0), 1e6))
+    assert_right(q, k, v, dout, Options((-1, 0), 1e3))
     plain = gradients(q, k, v, dout, Options((-1, 0), deterministic=True))
-    for mine, right in zip(gradients(q, k, v, dout, Options((-1, 0), 1e6, deterministic=True)), plain, strict=True):
+    for mine, right in zip(gradients(q, k, v, dout, Options((-1, 0), 1e3, deterministic=True)), plain, strict=True):
         # Rounding to 16 bits may fall to the other side here and there.
         assert (mine.float() - right.float()).abs().max() <= 2**-7 * right.float().abs().max()
 

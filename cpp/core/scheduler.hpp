@@ -72,6 +72,7 @@ struct BatchSchedule {
     Tile const tile = schedule.at(place - block.first * dense.heads);
     return {{tile.block, tile.head, block.sequence}, block.rows};
   }
+  FLASHHOPPER_HOST_DEVICE void put(int place, SequenceTile& tile) const { tile = at(place); }
 };
 
 inline constexpr int64_t kL2SectionBytes = 32 << 20;

@@ -61,13 +61,22 @@ FLASHHOPPER_HOST_DEVICE float fast_exp2(float x) {
 // hardware's tangent has 2^-11. A capped score is 1 / (1 + 2^-(factor * score)), in [0, 1]; softmax_scale_log2 is then
 // 2 * softcap * log2(e), and lse is `shift` too large.
 struct SoftCap {
-  float factor;  // 2 * log2(e) * softmax_scale / softcap; 0: no cap
-  float shift;   // softcap
+  float factor;         // 2 * log2(e) * softmax_scale / softcap; 0: no cap
+  float shift;          // softcap
+  float inverse = 0.f;  // 1 / softmax_scale_log2; the backward alone needs it
 
   template <int kElements>
   FLASHHOPPER_HOST_DEVICE void apply(float (&scores)[kElements]) const {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) scores[e] = fast_reciprocal(1.f + fast_exp2(-factor * scores[e]));
+  }
+
+  // The cap's derivative, 1 - tanh^2, where the capped score gave the probability 2^(score / inverse - lse_log2): from
+  // that, for nobody has the registers to keep the score. 0 where the probability is 0, whose logarithm is infinite;
+  // fmaxf returns the number of a number and a NaN.
+  FLASHHOPPER_HOST_DEVICE float slope(float probability, float lse_log2) const {
+    float const capped = (fast_log2(probability) + lse_log2) * inverse;
+    return fmaxf(4.f * capped * (1.f - capped), 0.f);
   }
 };
 

@@ -30,12 +30,13 @@ struct TileSource {
   // The two halves of next(), for a caller that has work to do while the counter answers.
   FLASHHOPPER_DEVICE int take() { return atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x); }
   FLASHHOPPER_DEVICE int publish(int place) {
-    std::remove_reference_t<decltype(storage.tile[0])> tile{};
-    tile.block = -1;
-    if (place < total) tile = schedule.at(place);
     int const slot = position.slot;
     storage.tile_empty[slot].wait(position.phase ^ 1);
-    storage.tile[slot] = tile;
+    if (place < total) {
+      schedule.put(place, storage.tile[slot]);
+    } else {
+      storage.tile[slot].block = -1;
+    }
     storage.tile_full[slot].arrive();
     position.advance();
     return slot;
@@ -77,6 +78,8 @@ struct TileReader {
     __syncwarp();
     if (is_elected) storage.tile_empty[slot].arrive();
   }
+  // Its return by one thread that stands for its warp.
+  FLASHHOPPER_DEVICE void hand_back(int slot) { storage.tile_empty[slot].arrive(); }
   // Called by a whole warp; every lane has its copy before the slot is handed back.
   FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {
     read(tile);

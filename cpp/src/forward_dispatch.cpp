@@ -37,23 +37,6 @@ flashhopper_status choose_config(Problem const& p, int* index) {
   return no_row(p, "forward", dtype_name(p.dtype), built, count);
 }
 
-constexpr float kLeastCap = 1e-3f, kMostCap = 1e3f;  // core/softmax.hpp's absolute error, times the cap, stays small
-
-flashhopper_status check_options(flashhopper_forward_params const& p) {
-  if (p.softcap != 0.f && !(p.softcap >= kLeastCap && p.softcap <= kMostCap)) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", p.softcap, ": the Hopper kernels take 0 (none) and ",
-                     kLeastCap, " to ", kMostCap, "; the tiled engine takes any");
-  }
-  bool const is_packed = p.cu_seqlens_q != nullptr;
-  if (is_packed != (p.cu_seqlens_k != nullptr)) {
-    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "cu_seqlens_q and cu_seqlens_k: give both or neither");
-  }
-  if (!is_packed && (p.seqused_q != nullptr || p.seqused_k != nullptr)) {
-    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k");
-  }
-  return FLASHHOPPER_OK;
-}
-
 // The cap's factor takes softmax_scale in, and what the softmax multiplies by is then the cap.
 void set_softcap(flashhopper_forward_params const& p, ForwardArgs* args) {
   if (p.softcap == 0.f) return;

@@ -92,10 +92,11 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
   return FLASHHOPPER_OK;
 }
 
-flashhopper_status refuse_windows(Problem const& p) {
-  if (p.window_left < 0 && p.window_right <= 0) return FLASHHOPPER_OK;
-  return set_error(FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
-                   "): these kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
+flashhopper_status check_softcap(float softcap) {
+  constexpr float kLeastCap = 1e-3f, kMostCap = 1e3f;  // core/softmax.hpp's absolute error, times the cap, stays small
+  if (softcap == 0.f || (softcap >= kLeastCap && softcap <= kMostCap)) return FLASHHOPPER_OK;
+  return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", softcap, ": the Hopper kernels take 0 (none) and ",
+                   kLeastCap, " to ", kMostCap, "; the tiled engine takes any");
 }
 
 flashhopper_status current_device(Device* device) {

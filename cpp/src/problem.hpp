@@ -47,8 +47,20 @@ inline constexpr int64_t kMaxTiles = INT32_MAX - (1 << 16);  // each CTA takes o
 char const* dtype_name(int32_t dtype);
 
 flashhopper_status check_problem(Problem const& problem, int num_sms);
-// FLASHHOPPER_UNSUPPORTED for masks other than full and causal, where a direction has no others.
-flashhopper_status refuse_windows(Problem const& problem);
+flashhopper_status check_softcap(float softcap);
+
+// Offsets come in pairs, used lengths with offsets.
+template <class Params>
+flashhopper_status check_options(Params const& p) {
+  bool const is_packed = p.cu_seqlens_q != nullptr;
+  if (is_packed != (p.cu_seqlens_k != nullptr)) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "cu_seqlens_q and cu_seqlens_k: give both or neither");
+  }
+  if (!is_packed && (p.seqused_q != nullptr || p.seqused_k != nullptr)) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k");
+  }
+  return check_softcap(p.softcap);
+}
 
 struct Device {
   int index;

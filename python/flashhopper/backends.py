@@ -16,7 +16,7 @@ from .engine import hopper, hopper_backward
 BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/problem.cpp: products in float32 stay finite and normal
-LEAST_CAP, MOST_CAP = 1e-3, 1e3  # as in cpp/src/forward_dispatch.cpp: the cap's error stays small
+LEAST_CAP, MOST_CAP = 1e-3, 1e3  # as in cpp/src/problem.cpp: the cap's error stays small
 
 _requested = "auto"
 # (device index, dtype, head_dim, head_dim_v, is_backward) -> whether the kernels serve them, masks aside. No process
@@ -85,9 +85,8 @@ def resolve(
     """
     if requested == "tiled":
         return False
-    is_plain = window_left < 0 and window_right <= 0 and softcap == 0.0 and not has_sink and not is_packed
-    has_options = is_plain or (not is_backward and (softcap == 0.0 or LEAST_CAP <= softcap <= MOST_CAP))
-    if has_options and LEAST_SCALE <= softmax_scale <= MOST_SCALE and _is_served(q, head_dim, head_dim_v, is_backward):
+    has_softcap = softcap == 0.0 or LEAST_CAP <= softcap <= MOST_CAP
+    if has_softcap and LEAST_SCALE <= softmax_scale <= MOST_SCALE and _is_served(q, head_dim, head_dim_v, is_backward):
         return True
     reason, must_raise = refusal(
         q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed, softmax_scale, is_backward
@@ -97,19 +96,6 @@ def resolve(
     if must_raise:
         raise RuntimeError(f'{reason}; run `python -m flashhopper doctor`, or ask for set_backend("tiled") by name')
     return False
-
-
-def _backward_feature(
-    window_left: int, window_right: int, softcap: float, has_sink: bool, is_packed: bool
-) -> str | None:
-    """What of a call the Hopper backward does not have yet."""
-    if is_packed:
-        return "packed sequences are not in the Hopper backward yet"
-    if window_left >= 0 or window_right > 0:
-        return f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper backward yet"
-    if softcap != 0.0:
-        return f"softcap ({softcap}) is not in the Hopper backward yet"
-    return "attention sinks are not in the Hopper backward yet" if has_sink else None
 
 
 def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int, is_backward: bool) -> bool:
@@ -137,11 +123,9 @@ def refusal(
     """
     reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v, is_backward)
     feature = None
-    if is_backward:
-        feature = _backward_feature(window_left, window_right, softcap, has_sink, is_packed)
-    elif softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
+    if softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
         feature = f"softcap is {softcap}, the kernels take 0.0 (none) and {LEAST_CAP} to {MOST_CAP}"
-    if feature is None and not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
+    elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
         feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"
     if feature is not None and (reason is None or is_broken):
         return feature, False

@@ -153,8 +153,8 @@ def dense_backward(
     has_sink = sink is not None
     window = (window_left, window_right)
     if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, False, softmax_scale, True):
-        numbers = (softmax_scale, *window, sm_margin, deterministic)
-        return *hopper_backward.backward(dout, dlse, q, k, v, out, lse, sizes, *numbers), q.new_empty(0)
+        numbers = hopper_backward.Numbers(softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.backward(dout, dlse, q, k, v, out, lse, sink, sizes, numbers)
     settings = tiled.Settings(softmax_scale, *window, softcap)
     dq, dk, dv, dsink = tiled.dense_backward(dout, dlse, q, k, v, out, lse, sink, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
@@ -285,7 +285,9 @@ def varlen_backward(
     checks.output_gradient(dout, out)
     has_sink = sink is not None
     window = (window_left, window_right)
-    resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, True, softmax_scale, is_backward=True)
+    if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, True, softmax_scale, True):
+        numbers = hopper_backward.Numbers(softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, sizes, numbers)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     dq, dk, dv, dsink = tiled.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink

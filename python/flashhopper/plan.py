@@ -162,7 +162,7 @@ def _gradients(
         return f"none: backward would raise RuntimeError, {reason}"
     if requested == "tiled" or reason is not None:
         return _TILED_GRADIENTS
-    if hopper_backward.is_empty(sizes):
+    if hopper_backward.is_empty(sizes, has_sink):
         return "hopper, zeros: the problem has no queries or no keys"
     row = hopper_backward.backward_plan(sizes, q.dtype, *window, sm_margin, deterministic, q.device)
     order = "in a fixed order, bit-reproducible" if deterministic else "in the order of arrival"

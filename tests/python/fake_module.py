@@ -26,7 +26,11 @@ PREPARE_PARAMETERS = (
 CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
 # The parameters of _C.backward, the tensors of its first and the sizes of its fifth.
 BACKWARD_PARAMETERS = (
-    *("tensors", "lse", "dlse", "workspace", "sizes", "softmax_scale", "dtype", "sm_margin", "deterministic", "stream"),
+    *("tensors", "addresses", "sizes", "totals", "softmax_scale", "softcap", "dtype", "sm_margin", "deterministic"),
+    "stream",
+)
+BACKWARD_ADDRESSES = (
+    *("lse", "dlse", "sink", "dsink", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
 )
 # The parameters of _C.forward, the tensors of its first and the addresses of its second.
 FORWARD_PARAMETERS = (
@@ -111,9 +115,16 @@ class FakeModule:
         return self._plan("fwd", "forward", self.rows, sizes)
 
     def backward_plan(
-        self, sizes: Sequence[int], dtype: int, sm_margin: int, deterministic: bool, num_sms: int
+        self,
+        sizes: Sequence[int],
+        dtype: int,
+        sm_margin: int,
+        deterministic: bool,
+        num_sms: int,
+        totals: tuple[int, int] = (0, 0),
     ) -> dict[str, object]:
-        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms))
+        packed = () if totals == (0, 0) else (totals,)
+        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms, *packed))
         return self._plan("bwd", "backward", self.backward_rows, sizes)
 
     def _plan(self, kind: str, direction: str, rows: Rows, sizes: Sequence[int]) -> dict[str, object]:
@@ -130,6 +141,7 @@ class FakeModule:
 
     def backward(self, *arguments: Any) -> None:
         call = self._unpack(BACKWARD_PARAMETERS, BACKWARD_TENSORS, arguments)
+        call |= dict(zip(BACKWARD_ADDRESSES, call.pop("addresses"), strict=True))
         self.backward_calls.append(call)
 
     def forward(self, *arguments: Any) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashhopper.engine import hopper
+from flashhopper.engine.mask import Mask
 
 if hopper.module is None:
     pytest.skip(hopper.load_error, allow_module_level=True)
@@ -65,6 +66,8 @@ def test_what_has_no_layout_has_no_key() -> None:
 # batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
 PROBLEM = (2, 8, 2, 1000, 777, 8, 8, -1, 0)
 VIEWS = [(16, 65536, 1024, 64)] * 8
+ADDRESSES = (16, 0, 0, 0, 256, 0, 0, 0, 0)  # lse, dlse, sink, dsink, workspace, offsets
+DENSE = (0, 0)
 
 
 def plan(direction: str, problem: object, *, sm_margin: int = 0, deterministic: bool = False) -> dict[str, object]:
@@ -107,9 +110,6 @@ def test_plans_refuse_what_the_library_refuses(direction: str) -> None:
         plan(direction, PROBLEM, sm_margin=132)
     with pytest.raises(ValueError, match="heads is 8, kv_heads is 3"):
         plan(direction, (2, 8, 3, *PROBLEM[3:]))
-    if direction == "backward":
-        with pytest.raises(RuntimeError, match="window"):
-            plan(direction, (*PROBLEM[:7], 5, 0))
     with pytest.raises(ValueError, match="head_dim_v is 264"):
         plan(direction, (*PROBLEM[:6], 264, -1, 0))
     with pytest.raises(RuntimeError, match="split the batch"):
@@ -163,6 +163,14 @@ def test_without_a_gpu_a_forward_call_reports_the_error_of_cuda() -> None:
         hopper.module.forward(VIEWS[:4], [16] * 8, PROBLEM, (10, 10), 0.125, 5.0, hopper.module.BF16, 0, 0)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (0, 0), (-1, 900), (300, 40), (2000, 3)])
+def test_flops_of_a_backward_are_those_of_the_kept_scores(window: tuple[int, int]) -> None:
+    rows("backward")
+    for lengths in ((1000, 777), (777, 1000)):
+        problem = (*PROBLEM[:3], *lengths, 8, 8, *window)
+        assert plan("backward", problem)["flops"] == 2 * 2 * 8 * Mask(*lengths, *window).kept() * (3 * 8 + 2 * 8)
+
+
 def test_the_workspace_holds_the_sums_of_dq() -> None:
     rows("backward")
     made, ordered = (plan("backward", PROBLEM, deterministic=x) for x in (False, True))
@@ -175,15 +183,15 @@ def test_the_workspace_holds_the_sums_of_dq() -> None:
 
 
 def test_a_backward_call_takes_eight_tensors_and_nine_sizes() -> None:
-    numbers = (0.125, hopper.module.BF16, 0, False, 0)
+    numbers = (0.125, 0.0, hopper.module.BF16, 0, False, 0)
     for views, problem in ((VIEWS[:7], PROBLEM), (VIEWS, PROBLEM[:8]), ([view[:3] for view in VIEWS], PROBLEM)):
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            hopper.module.backward(views, 16, 0, 256, problem, *numbers)
+            hopper.module.backward(views, ADDRESSES, problem, DENSE, *numbers)
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        hopper.module.backward(VIEWS, 16, 0, 256, PROBLEM, *numbers[:4])
+        hopper.module.backward(VIEWS, ADDRESSES, PROBLEM, DENSE, *numbers[:5])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
 def test_without_a_gpu_a_backward_call_reports_the_error_of_cuda() -> None:
     with pytest.raises(RuntimeError, match="cuda"):
-        hopper.module.backward(VIEWS, 16, 0, 256, PROBLEM, 0.125, hopper.module.BF16, 0, False, 0)
+        hopper.module.backward(VIEWS, ADDRESSES, PROBLEM, DENSE, 0.125, 0.0, hopper.module.BF16, 0, False, 0)

@@ -7,6 +7,7 @@ import torch
 from fake_module import FakeModule, install
 
 import flashhopper as fh
+from flashhopper import backends
 
 BF16 = torch.bfloat16
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -113,23 +114,24 @@ def test_errors_hold_the_plan(module: FakeModule) -> None:
         fh.flash_attn_varlen_func(*packed(), CU_Q, CU_K, 5, 6)
 
 
-def test_gradients_come_from_the_tiled_engine(module: FakeModule) -> None:
+def test_gradients_come_from_the_kernels_too(module: FakeModule) -> None:
     leaves = [x.requires_grad_() for x in packed()]
-    out = fh.flash_attn_varlen_func(*leaves, CU_Q, CU_K, 5, 6)
+    out = fh.flash_attn_varlen_func(*leaves, CU_Q, CU_K, 5, 6, causal=True, softcap=7.0, deterministic=True)
     out.sum().backward()
     assert all(x.grad is not None for x in leaves)
-    assert len(module.forward_calls) == 1
-    assert module.backward_calls == []
-    with fh.set_backend("hopper"), pytest.raises(RuntimeError, match="packed sequences are not in the Hopper backward"):
-        fh.flash_attn_varlen_func(*leaves, CU_Q, CU_K, 5, 6).sum().backward()
+    (forward,), (call,) = module.forward_calls, module.backward_calls
+    for name in ("totals", "softcap", "cu_seqlens_q", "cu_seqlens_k", "lse", "seqlen_q", "seqlen_k", "window_right"):
+        assert call[name] == forward[name]
+    assert call["deterministic"]
 
 
 def test_explain_says_so(module: FakeModule) -> None:
     plan = fh.explain(*dense(), window_size=(2, 3), softcap=5.0, sink=torch.randn(4))
     assert plan.backend == "hopper"
-    assert "tiled engine" in plan.gradients
+    assert plan.gradients.startswith("hopper, bwd_hd64")
+    module.backward_rows = ()
+    backends.forget()
+    assert "tiled engine" in fh.explain(*dense(), softcap=5.0).gradients
     with fh.set_backend("hopper"):
         plan = fh.explain(*dense(), softcap=5.0)
-        assert (
-            plan.gradients == "none: backward would raise RuntimeError, softcap (5.0) is not in the Hopper backward yet"
-        )
+        assert plan.gradients.startswith("none: backward would raise RuntimeError, no backward kernel was built")

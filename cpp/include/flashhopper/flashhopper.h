@@ -97,7 +97,8 @@ typedef struct {
 } flashhopper_forward8_params;
 
 // Gradients of flashhopper_forward by recomputation from (q, k, v, out, lse). dk and dv are summed over the query heads
-// of a group. dlse is the gradient of lse, or null for zero.
+// of a group. dlse is the gradient of lse, or null for zero. Scores are softcap * tanh(softmax_scale * q k^T / softcap)
+// where softcap is not 0; a sink is one more logit in each row's denominator, which lse then holds too.
 typedef struct {
   flashhopper_tensor q;           // (batch, seqlen_q, heads,    head_dim)
   flashhopper_tensor k;           // (batch, seqlen_k, kv_heads, head_dim)
@@ -105,14 +106,21 @@ typedef struct {
   flashhopper_tensor out, dout;   // (batch, seqlen_q, heads,    head_dim_v)
   flashhopper_tensor dq, dk, dv;  // of the shapes of q, k, v; every element is written
   const float *lse, *dlse;        // (batch, heads, seqlen_q) contiguous, natural log; dlse may be null
+  const float* sink;              // (heads), natural log, or null
+  float* dsink;                   // (heads), written where sink is not null
   void* workspace;  // plan.workspace_bytes of device memory, 256-byte aligned, contents undefined before and after
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
   int64_t window_left, window_right;
   float softmax_scale;
-  int32_t dtype;          // flashhopper_dtype of all tensors but lse and dlse
+  float softcap;          // 0: none
+  int32_t dtype;          // flashhopper_dtype of q, k, v, out and their gradients
   int32_t sm_margin;      // multiprocessors left free for other kernels
   int32_t deterministic;  // 1: bit-equal gradients in every run; dq's sums then wait for one another
   void* stream;           // cudaStream_t
+  // Packed sequences as in flashhopper_forward_params; null and 0 in a dense batch. Gradients of rows that seqused or
+  // cu_seqlens leave out are 0.
+  const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
+  int64_t total_q, total_k;
 } flashhopper_backward_params;
 
 // 16-bit q, k, v to 8 bits for flashhopper_forward8: value = data * scale, a scale for each block of 128 rows (Q: or

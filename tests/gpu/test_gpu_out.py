@@ -1,4 +1,4 @@
-"""out= on the Hopper kernels: they write to the caller's memory and nowhere else, in graphs too, and allocate nothing."""
+"""out= on the Hopper kernels: they write to the memory given and nowhere else, in graphs too, and allocate nothing."""
 
 from __future__ import annotations
 

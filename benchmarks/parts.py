@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, accuracy_backward, accuracy_fp8, fp8, harness, large, peers_fp8, tables_fp8
+from benchmarks import accuracy, accuracy_backward, accuracy_fp8, fp8, gpu_tests, harness, large, peers_fp8, tables_fp8
 from benchmarks.cells import PRESETS
 from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
 
-TESTS_SECONDS = 420
 TOOL_SECONDS = 100  # for each tool of compute-sanitizer
 
 
@@ -58,60 +54,6 @@ def bench_quantize(rounds: int) -> list[harness.Row]:
 
 def bench_host(rounds: int) -> list[harness.Row]:
     return harness.time_host(load_all(list(NAMES)), rounds)
-
-
-def _failure(case: ElementTree.Element) -> str | None:
-    for child in case:
-        if child.tag in ("failure", "error"):
-            message = " ".join((child.get("message") or "").split())
-            return f"{case.get('classname')}::{case.get('name')}: {message[:300]}"
-    return None
-
-
-def parse_junit(path: Path) -> dict[str, Any]:
-    """Counts of a junit file and the first line of each failure."""
-    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
-    failures = [text for text in map(_failure, cases) if text is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    return {
-        "passed": len(cases) - len(failures) - skipped,
-        "failed": len(failures),
-        "skipped": skipped,
-        "failures": failures,
-    }
-
-
-def gpu_tests(rounds: int) -> dict[str, Any]:
-    """The GPU suite in a process of its own; failed tests are a result, an unreadable run is an error."""
-    workers = ["-n", "4"] if importlib.util.find_spec("xdist") else []
-    with tempfile.TemporaryDirectory() as folder:
-        junit = Path(folder) / "junit.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "gpu",
-            "tests/gpu",
-            "-q",
-            "--no-header",
-            "-p",
-            "no:benchmark",  # the plugin, where installed, warns about xdist, and warnings are errors
-            "--tb=short",
-            *workers,
-        ]
-        timer = harness.time.monotonic()
-        run = subprocess.run(
-            [*command, f"--junitxml={junit}"], cwd=ROOT, timeout=TESTS_SECONDS, capture_output=True, text=True
-        )
-        seconds = round(harness.time.monotonic() - timer, 1)
-        print(run.stdout[-6000:], run.stderr[-2000:], flush=True)
-        if not junit.is_file():
-            raise RuntimeError(f"pytest left no results, exit code {run.returncode}: {run.stderr[-300:]}")
-        counts = parse_junit(junit)
-    if counts["passed"] + counts["failed"] == 0:
-        raise RuntimeError("no GPU test ran")
-    return {**counts, "seconds": seconds}
 
 
 def parse_sanitizer(output: str) -> str:
@@ -165,7 +107,7 @@ RUNNERS: dict[str, Callable[[int], Any]] = {
     "accuracy": lambda rounds: accuracy.measure(rounds) + accuracy_backward.measure(rounds),
     "accuracy:fp8": accuracy_fp8.measure,
     "large": large.measure,
-    "tests": gpu_tests,
+    **{part: lambda rounds, part=part: gpu_tests.run(part) for part in gpu_tests.SUITES},  # type: ignore[misc]
     "sanitizer": sanitizer,
 }
 
@@ -189,10 +131,9 @@ def summary(record: dict[str, Any]) -> str:
         lines += [accuracy_backward.table(backward)] if backward else []
     if "large" in record:
         lines += [large.line(row) for row in record["large"]]
-    if "tests" in record:
-        tests = record["tests"]
-        lines.append(f"tests: {tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped")
-        lines += tests["failures"][:20]
+    for part in gpu_tests.SUITES:
+        if part in record:
+            lines += [gpu_tests.line(part, record[part]), *record[part]["failures"][:20]]
     if "sanitizer" in record:
         lines.append("sanitizer: " + ", ".join(f"{tool} {verdict}" for tool, verdict in record["sanitizer"].items()))
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The GPU record: measures its parts and keeps each with the digest of the sources it was measured on.
 
 python -m benchmarks.record --out FILE                         all parts
-python -m benchmarks.record --out FILE --only tests,bench:fwd  these parts, the others of FILE stay
+python -m benchmarks.record --out FILE --only tests,bench:fwd  these parts (tests: all of them), the others stay
 python -m benchmarks.record --out FILE --only accuracy:fp8 --tensors QKV.safetensors   further real activations
 python -m benchmarks.record --check [FILE]                     is every part fresh? (standard library only)
 python -m benchmarks.record --merge A B --out FILE             the newest of each part
@@ -17,15 +17,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import digest
+from benchmarks import digest, gpu_tests
 
 SCHEMA = 1
 RECORD = digest.ROOT / "benchmarks" / "results" / "h200" / "record.json"
 # In the order in which they run: what a short run must not miss comes first.
 PARTS = (
     *("bench:host", "bench:fwd", "bench:bwd", "bench:fp8", "bench:quantize"),
-    *("accuracy", "accuracy:fp8", "large", "tests", "sanitizer"),
+    *("accuracy", "accuracy:fp8", "large"),
+    *gpu_tests.SUITES,
+    "sanitizer",
 )
+GROUPS = ("bench", "tests")  # each stands for every part of its own
+RETIRED = ("tests",)  # parts of older records, which nothing measures any more
 OPS = {"fp8": "fwd_fp8"}  # the op of a bench part's rows, where it is not the part's own name
 Record = dict[str, Any]
 
@@ -34,6 +38,9 @@ def load(path: Path) -> Record:
     record: Record = json.loads(path.read_text())
     if record.get("schema") != SCHEMA:
         raise SystemExit(f"{path}: schema {record.get('schema')}, this program reads {SCHEMA}")
+    for part in RETIRED:
+        record.pop(part, None)
+        record["parts"].pop(part, None)
     return record
 
 
@@ -49,13 +56,13 @@ def empty() -> Record:
 
 
 def select(only: str) -> list[str]:
-    """Part names of a comma-separated list; `bench` stands for every bench part."""
+    """Part names of a comma-separated list; a name of GROUPS stands for all of its parts."""
     wanted = [name for name in only.split(",") if name]
-    unknown = [name for name in wanted if name != "bench" and name not in PARTS]
+    unknown = [name for name in wanted if name not in GROUPS and name not in PARTS]
     if unknown:
         raise SystemExit(f"no part {', '.join(unknown)}; parts are {', '.join(PARTS)}")
-    is_bench = "bench" in wanted
-    return [part for part in PARTS if not wanted or part in wanted or (is_bench and part.startswith("bench:"))]
+    groups = tuple(f"{name}:" for name in wanted if name in GROUPS)
+    return [part for part in PARTS if not wanted or part in wanted or part.startswith(groups)]
 
 
 def _op(part: str) -> str:

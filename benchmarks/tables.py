@@ -26,6 +26,11 @@ OURS, DETERMINISTIC = "flashhopper", "flashhopper_det"
 GRADIENTS = ("dq", "dk", "dv")
 TITLES = {OURS: "flashhopper", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "sdpa": "SDPA (FA2)"}
 NOTHING = "*Not measured yet.*"
+COUNTS = {  # of the GPU tests
+    **{name: name for name in ("passed", "failed", "skipped")},
+    "not_run": "not run",
+    "problems": "problems compared with an oracle",
+}
 
 
 def _peers(rows: list[dict[str, Any]]) -> list[str]:
@@ -165,9 +170,11 @@ def _large(record: Record) -> str:
 
 def _verification(record: Record) -> str:
     parts = []
-    if "tests" in record:
-        tests = record["tests"]
-        parts.append(f"{tests['passed']} GPU tests passed, {tests['failed']} failed, {tests['skipped']} skipped")
+    suites = {name.removeprefix("tests:"): counts for name, counts in record.items() if name.startswith("tests:")}
+    if suites:
+        total = {key: sum(counts[key] for counts in suites.values()) for key in COUNTS}
+        outcomes = ", ".join(f"{total[key]:,} {text}" for key, text in COUNTS.items())
+        parts.append(f"GPU tests ({', '.join(suites)}): {outcomes}")
     if "sanitizer" in record:
         parts.append("compute-sanitizer " + ", ".join(f"{tool}: {text}" for tool, text in record["sanitizer"].items()))
     return ("; ".join(parts) + ".") if parts else NOTHING

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import digest, record, tables
+from benchmarks import digest, gpu_tests, record, suite_log, tables
 from benchmarks.cells import PRESETS, parse_cell, parse_cells
 
 
@@ -104,23 +105,27 @@ def test_check_tells_fresh_from_stale(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_merge_takes_the_newest_of_each_part(tmp_path: Path) -> None:
     files = digest.sources()
-    old = _record(files, ("tests", "bench:host"), "2026-01-01")
-    old["tests"], old["bench"] = {"passed": 1}, [{"op": "host", "n": 1}]
-    new = _record(files, ("tests",), "2026-01-02")
-    new["tests"] = {"passed": 2}
+    old = _record(files, ("tests:dense", "bench:host"), "2026-01-01")
+    old["tests:dense"], old["bench"] = {"passed": 1}, [{"op": "host", "n": 1}]
+    new = _record(files, ("tests:dense", "tests:fp8"), "2026-01-02")
+    new["tests:fp8"] = {"passed": 3}
+    new["tests:dense"] = {"passed": 2}
     paths = [tmp_path / "old.json", tmp_path / "new.json"]
     for path, content in zip(paths, (old, new), strict=True):
         record.save(content, path)
     record.merge(paths[::-1], tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
-    assert merged["tests"] == {"passed": 2}
+    assert (merged["tests:dense"], merged["tests:fp8"]) == ({"passed": 2}, {"passed": 3})
     assert merged["bench"] == [{"op": "host", "n": 1}]
     assert merged["date"] == "2026-01-02"
 
 
 def test_parts_are_selected_by_name() -> None:
     assert record.select("") == list(record.PARTS)
-    assert record.select("tests,bench") == [p for p in record.PARTS if p.startswith("bench:")] + ["tests"]
+    chosen = [p for p in record.PARTS if p.startswith(("bench:", "tests:"))]
+    assert record.select("tests,bench") == chosen
+    assert record.select("tests:fp8,tests:dense") == ["tests:dense", "tests:fp8"]
+    assert record.select("accuracy") == ["accuracy"]
     with pytest.raises(SystemExit, match="nothing"):
         record.select("nothing")
 
@@ -135,14 +140,81 @@ def test_sanitizer_verdicts() -> None:
     assert parts.parse_sanitizer("Device not supported").startswith("not run: Device")
 
 
-def test_junit_counts(tmp_path: Path) -> None:
-    parts = pytest.importorskip("benchmarks.parts")
-    junit = tmp_path / "junit.xml"
-    cases = ['<testcase classname="a" name="x"/>']
-    cases += ['<testcase classname="a" name="y"><failure message="no\ngood"/></testcase>']
-    cases += ['<testcase classname="a" name="z"><skipped/></testcase>']
-    junit.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    assert parts.parse_junit(junit) == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["a::y: no good"]}
+SMALL_SUITE = """
+import os, time
+import pytest
+
+@pytest.mark.parametrize("index", range(4))
+def test_right(index, record_property):
+    record_property("problems", 10)
+
+def test_wrong():
+    assert 1 == 2, "no good"
+
+def test_skipped():
+    pytest.skip("for a reason")
+
+def test_slow():
+    time.sleep(float(os.environ["SLEEP"]))
+
+def test_last():
+    pass
+"""
+
+
+def _logged(folder: Path, monkeypatch: pytest.MonkeyPatch, sleep: float, seconds: int) -> record.Record:
+    """What the record keeps of a suite of one file, run as the GPU suites are."""
+    (folder / "test_small.py").write_text(SMALL_SUITE.replace("def test_", "@pytest.mark.gpu\ndef test_"))
+    monkeypatch.setenv("SLEEP", str(sleep))
+    monkeypatch.setattr(gpu_tests, "FOLDER", folder)
+    monkeypatch.setattr(gpu_tests, "WORKERS", 2)
+    monkeypatch.setitem(gpu_tests.SUITES, "tests:small", gpu_tests.Suite(("test_small.py",), seconds))
+    monkeypatch.setattr(gpu_tests, "_suite_of", lambda path: "tests:small")
+    return gpu_tests.run("tests:small")
+
+
+def test_a_suite_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = _logged(tmp_path, monkeypatch, 0.0, 60)
+    assert [counts[key] for key in ("passed", "failed", "skipped", "not_run", "problems")] == [6, 1, 1, 0, 40]
+    assert len(counts["failures"]) == 1
+    assert re.search(r"test_small.py::test_wrong: .*no good", counts["failures"][0])
+    assert list(counts["file_seconds"]) == ["test_small.py"]
+    assert "6 passed, 1 failed, 1 skipped; 40 problems" in gpu_tests.line("tests:small", counts)
+
+
+def test_a_suite_that_is_cut_short_keeps_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # in order: no workers
+    counts = _logged(tmp_path, monkeypatch, 60.0, 6)
+    assert [counts[key] for key in ("passed", "failed", "skipped", "not_run", "problems")] == [4, 2, 1, 1, 40]
+    assert "test_slow: did not finish" in counts["failures"][1]
+    assert "1 not run" in gpu_tests.line("tests:small", counts)
+
+
+def test_a_suite_without_tests_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_tests, "files", lambda part: [tmp_path])
+    with pytest.raises(RuntimeError, match="no GPU test ran"):
+        gpu_tests.run("tests:dense")
+
+
+def test_every_gpu_test_file_is_in_one_suite() -> None:
+    found = [path for part in gpu_tests.SUITES for path in gpu_tests.files(part)]
+    assert sorted(found) == sorted(gpu_tests.FOLDER.glob("test_*.py"))
+    assert all(gpu_tests.files(part) for part in ("tests:dense", "tests:backward", "tests:fp8"))
+
+
+def test_a_dead_worker_is_a_failure(tmp_path: Path) -> None:
+    """Its test has no teardown; pytest-xdist reports it once, at "???"."""
+    writer = suite_log.SuiteLog((tmp_path / "log.jsonl").open("w"))
+    writer.pytest_xdist_node_collection_finished(["a::x", "a::y"])
+    writer.pytest_runtest_logstart("a::x")
+    location = ("a", 0, "x")
+    writer.pytest_runtest_logreport(
+        pytest.TestReport("a::x", location, {}, "failed", "worker 'gw0' crashed", "???", duration=0)  # type: ignore[arg-type]
+    )
+    writer.pytest_sessionfinish()
+    counts = gpu_tests.read_log(tmp_path / "log.jsonl")
+    assert counts["failures"] == ["a::x: worker 'gw0' crashed"]
+    assert (counts["failed"], counts["not_run"]) == (1, 1)
 
 
 def test_tables_are_made_from_the_record() -> None:
@@ -155,6 +227,10 @@ def test_tables_are_made_from_the_record() -> None:
     assert text.endswith("<!-- figures:end -->\ntail\n")
     assert tables.render(text, made) == text
     assert tables.NOTHING in tables.render(page, None)
+    some = {"passed": 1000, "failed": 1, "skipped": 0, "not_run": 2, "problems": 3000}
+    made |= {"tests:dense": some, "tests:fp8": some}
+    found = tables.block(made, "verification")
+    assert "2,000 passed, 2 failed, 0 skipped, 4 not run, 6,000 problems" in found
     everything = tables.render(page.replace(" forward-bf16", ""), made)
     assert "ahead in 1" in everything
     with pytest.raises(SystemExit, match="no block"):

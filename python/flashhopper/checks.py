@@ -293,6 +293,63 @@ def not_built(num_splits: int, pack_gqa: bool | None) -> None:
         raise NotImplementedError("pack_gqa=True is not available in this version: pass pack_gqa=None")
 
 
+_ELSEWHERE = "torch.nn.functional.scaled_dot_product_attention has it"
+# What other attention functions take and this library does not compute.
+_ABSENT = {
+    "dropout_p": f"drop elements of out instead, or: {_ELSEWHERE}",
+    "alibi_slopes": f"{_ELSEWHERE}, as attn_mask",
+    "attn_bias": f"{_ELSEWHERE}, as attn_mask",
+    "attn_mask": f"causal, window_size, seqused_k and packed sequences say most masks; {_ELSEWHERE}",
+}
+
+
+def absent(function: str, options: dict[str, object]) -> None:
+    """Refuse by name what this library does not compute; values that ask for nothing (None, 0) pass."""
+    for name, value in options.items():
+        if name not in _ABSENT:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            what = value if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+            raise NotImplementedError(f"{name} is {what}: not computed here; {_ABSENT[name]}")
+
+
+def output(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, wants_gradient: bool) -> None:
+    """Check memory that a caller gives for the result."""
+    if not isinstance(out, torch.Tensor):
+        raise ValueError(f"out is a {type(out).__name__}: must be a tensor of shape {shape}, or None")
+    if wants_gradient or out.requires_grad:
+        raise ValueError(
+            "out is given and a gradient is wanted: results in memory of the caller have none; "
+            "call under torch.no_grad(), or leave out=None"
+        )
+    if out.shape != shape:
+        raise ValueError(f"out has shape {tuple(out.shape)}: must be {shape}, q's with v's head_dim")
+    if out.dtype != q.dtype:
+        raise ValueError(f"out has dtype {out.dtype}: must be the result's, {q.dtype}")
+    if out.device != q.device:
+        raise ValueError(f"out is on {out.device}, q on {q.device}: must be on one device")
+    if not out.is_contiguous():
+        raise ValueError(f"out has strides {out.stride()}: must be contiguous; copy the result where it is not")
+
+
+def apart(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+    """Check that memory for the result is not that of an input, which would be overwritten while it is read."""
+    begin, end = _extent(out)
+    for name, x in inputs.items():
+        other_begin, other_end = _extent(x)
+        if begin < other_end and other_begin < end:
+            raise ValueError(f"out shares memory with {name}: must have its own")
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor and the one behind its last."""
+    if x.numel() == 0:
+        return 0, 0
+    begin = x.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size()
+
+
 def output_gradient(dout: torch.Tensor, out: torch.Tensor, name: str = "dout") -> None:
     """Check the gradient that a backward op gets against the forward's output."""
     if dout.shape != out.shape:

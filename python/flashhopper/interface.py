@@ -32,6 +32,8 @@ def flash_attn_func(
     sm_margin: int = 0,
     fp8: Fp8Recipe | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    **absent: object,
 ) -> _Result:
     """softmax(softmax_scale q k^T + mask) v, exact, differentiable in q, k, v and sink.
 
@@ -60,6 +62,9 @@ def flash_attn_func(
             refused. The gradient is straight-through: that of 16-bit attention on q, k, v, taken with the 8-bit out and
             lse (docs/numerics.md).
         return_lse: also return lse, which is differentiable too.
+        out: memory for the result, contiguous, of its shape and dtype and apart from the inputs', for calls without
+            gradients. The Hopper kernels write to it in eager calls in 16 bits; elsewhere the result is copied there.
+        absent: dropout_p, alibi_slopes, attn_bias and attn_mask, which are refused unless they ask for nothing.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous. With return_lse, (out, lse): lse (batch,
@@ -71,14 +76,16 @@ def flash_attn_func(
         NotImplementedError: an option that this version does not have.
         RuntimeError: the "hopper" backend was asked for and cannot serve the call, or a CUDA call failed.
     """
+    if absent:
+        checks.absent("flash_attn_func", absent)
     if num_splits != 1 or pack_gqa or fp8 is not None:
         checks.not_built(num_splits, pack_gqa)
         recipe = fp8_attention.check_recipe(fp8)
-        fp8_attention.check_options(softcap, sink)
-        out, exact_lse = fp8_attention.dense(
+        fp8_attention.check_options(softcap, sink, out)
+        result, exact_lse = fp8_attention.dense(
             q, k, v, recipe, softmax_scale, causal, window_size, sm_margin, deterministic
         )
-        return (out, exact_lse) if return_lse else out
+        return (result, exact_lse) if return_lse else result
     backend = backends.backend()
     key = None
     is_plain = ops.is_plain(q, k, v, sink)
@@ -89,8 +96,10 @@ def flash_attn_func(
         key = ops.call_key(q, k, v, softmax_scale, causal, sm_margin, backend)
         prepared = hopper.remembered.get(key) if key is not None else None
         if prepared is not None:
-            out, lse = prepared.run(q, k, v, return_lse)
-            return (out, lse) if return_lse and lse is not None else out
+            if out is not None:
+                ops.check_output(out, q, k, v)
+            result, lse = prepared.run(q, k, v, return_lse, out)
+            return (result, lse) if return_lse and lse is not None else result
     sizes = checks.dense(q, k, v)
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
@@ -103,7 +112,9 @@ def flash_attn_func(
     else:
         left, right = checks.normalize_window(causal, window_size)
         left, right = checks.widen_window(left, right, sizes[1], sizes[4])
-    out, lse = ops.dense_attention(
+    if out is not None:
+        ops.check_output(out, q, k, v, sink)
+    result, lse = ops.dense_attention(
         q,
         k,
         v,
@@ -119,8 +130,11 @@ def flash_attn_func(
         sizes,
         return_lse,
         key,
+        out,
     )
-    return (out, lse) if return_lse and lse is not None else out
+    if out is not None and result is not out:
+        result = out.copy_(result)
+    return (result, lse) if return_lse and lse is not None else result
 
 
 def flash_attn_qkvpacked_func(
@@ -138,6 +152,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     fp8: Fp8Recipe | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    **absent: object,
 ) -> _Result:
     """flash_attn_func on the fused result of a QKV projection; q, k and v are read where they lie.
 
@@ -165,6 +181,8 @@ def flash_attn_qkvpacked_func(
         sm_margin=sm_margin,
         fp8=fp8,
         return_lse=return_lse,
+        out=out,
+        **absent,
     )
 
 
@@ -190,6 +208,8 @@ def flash_attn_varlen_func(
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
+    **absent: object,
 ) -> _Result:
     """Attention of sequences packed one behind the other, each on its own; differentiable.
 
@@ -209,15 +229,17 @@ def flash_attn_varlen_func(
     Returns:
         out (total_q, heads, head_dim_v); with return_lse, (out, lse) with lse (heads, total_q).
     """
+    if absent:
+        checks.absent("flash_attn_varlen_func", absent)
     checks.not_built(num_splits, pack_gqa)
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     if fp8 is not None:
         recipe = fp8_attention.check_recipe(fp8)
-        fp8_attention.check_options(softcap, sink)
-        out, lse = fp8_attention.packed(
+        fp8_attention.check_options(softcap, sink, out)
+        result, lse = fp8_attention.packed(
             q, k, v, packing, recipe, softmax_scale, causal, window_size, sm_margin, deterministic
         )
-        return (out, lse) if return_lse else out
+        return (result, lse) if return_lse else result
     q, k, v, sink = ops.autocast(q, k, v, sink)
     sizes = checks.packed(q, k, v, *packing)
     if sink is not None:
@@ -227,7 +249,11 @@ def flash_attn_varlen_func(
         softmax_scale = sizes[3] ** -0.5
     left, right = checks.normalize_window(causal, window_size)
     left, right = checks.widen_window(left, right, max_seqlen_q, max_seqlen_k)
-    out, lse = ops.packed_attention(
+    if out is not None:
+        ops.check_output(out, q, k, v, sink)
+    result, lse = ops.packed_attention(
         q, k, v, sink, *packing, softmax_scale, left, right, softcap, sm_margin, deterministic, backends.backend()
     )
-    return (out, lse) if return_lse else out
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse) if return_lse else result

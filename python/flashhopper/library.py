@@ -77,16 +77,18 @@ def run_dense(
     sizes: checks.DenseShape,
     needs_lse: bool,
     key: hopper.CallKey | None = None,
+    into: _Tensor | None = None,
 ) -> tuple[_Tensor, _Tensor | None]:
     """Checked dense attention on the engine that serves it; lse may be None where it is not needed. Under key, if
-    given, the Hopper engine remembers what it prepares.
+    given, the Hopper engine remembers what it prepares; into, if given, is memory that it writes out to.
     """
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
         if has_sink or softcap != 0.0:
             options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
             return hopper_options.dense_forward(q, k, v, sink, sizes, options)
-        return hopper.forward(q, k, v, sizes, softmax_scale, window_left, window_right, sm_margin, needs_lse, key)
+        numbers = (softmax_scale, window_left, window_right, sm_margin)
+        return hopper.forward(q, k, v, sizes, *numbers, needs_lse, key, into)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
 
 

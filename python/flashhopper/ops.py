@@ -68,6 +68,13 @@ def wants_gradient(q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None) -> 
     )
 
 
+def check_output(out: _Tensor, q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None = None) -> None:
+    """Whether the result of checked q, k, v may go to out."""
+    checks.output(out, (*q.shape[:-1], v.shape[-1]), q, wants_gradient(q, k, v, sink))
+    if is_plain(q, k, v, sink) and type(out) is _Tensor:  # others have no addresses
+        checks.apart(out, q=q, k=k, v=v)
+
+
 def call_key(
     q: _Tensor, k: _Tensor, v: _Tensor, softmax_scale: float | None, causal: bool, sm_margin: int, backend: str
 ) -> hopper.CallKey | None:
@@ -97,9 +104,10 @@ def dense_attention(
     sizes: checks.DenseShape,
     needs_lse: bool,
     key: hopper.CallKey | None,
+    into: _Tensor | None = None,
 ) -> tuple[_Tensor, _Tensor | None]:
     """Checked dense attention by the shortest way that this call allows; lse may be None where it is not needed. key is
-    call_key's, or None for a call that is not to be remembered.
+    call_key's, or None for a call that is not to be remembered; into is memory that may be written to, not must.
     """
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     if not plain:
@@ -111,7 +119,20 @@ def dense_attention(
         out, lse = _plain(q, k, v, sink, *numbers)
         return out, lse
     return library.run_dense(
-        q, k, v, sink, softmax_scale, window_left, window_right, softcap, sm_margin, backend, sizes, needs_lse, key
+        q,
+        k,
+        v,
+        sink,
+        softmax_scale,
+        window_left,
+        window_right,
+        softcap,
+        sm_margin,
+        backend,
+        sizes,
+        needs_lse,
+        key,
+        into,
     )
 
 
@@ -174,7 +195,7 @@ def _dense_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tup
     q, k, v, out, lse, sink = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    run = gradient_runner(library.backward_op, library.dense_backward, once)
+    run = gradient_runner(library.backward_op, library.dense_backward, once, q)
     dq, dk, dv, dsink = run(dout, dlse, q, k, v, out, lse, sink, *ctx.numbers)
     return dq, dk, dv, None if sink is None else dsink, *(None,) * 7
 
@@ -191,16 +212,16 @@ def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tu
     *tensors, sink = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(tensors[3])
-    run = gradient_runner(library.varlen_backward_op, library.varlen_backward, once_varlen)
+    run = gradient_runner(library.varlen_backward_op, library.varlen_backward, once_varlen, tensors[0])
     dq, dk, dv, dsink = run(dout, dlse, *tensors, *ctx.lengths, sink, *ctx.numbers)
     return dq, dk, dv, *(None,) * 6, None if sink is None else dsink, *(None,) * 7
 
 
-def gradient_runner(operator: Any, implementation: Any, once: Any) -> Any:
-    """How a backward runs: traced as an operator; under create_graph=True as a node that refuses to be differentiated
-    again.
+def gradient_runner(operator: Any, implementation: Any, once: Any, q: _Tensor) -> Any:
+    """How a backward runs: traced, or of a tensor subclass (DTensor), as an operator; under create_graph=True as a node
+    that refuses to be differentiated again.
     """
-    if torch.compiler.is_compiling() or _dispatch_modes() > 0:
+    if torch.compiler.is_compiling() or _dispatch_modes() > 0 or type(q) not in (_Tensor, torch.nn.Parameter):
         return operator
     return once if torch.is_grad_enabled() else implementation
 

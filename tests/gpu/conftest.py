@@ -5,15 +5,16 @@ from __future__ import annotations
 import faulthandler
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_support
 import pytest
 import torch
 
 HERE = Path(__file__).parent
-HANG_SECONDS = 120
+HANG_SECONDS = 75
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -35,6 +36,14 @@ def hopper_engine() -> Iterator[None]:
     yield
     faulthandler.cancel_dump_traceback_later()
     flashhopper.set_backend("auto")
+
+
+@pytest.fixture(autouse=True)
+def count_problems(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Beside each test, how many results it compared with an oracle; the record adds them up."""
+    before = gpu_support.judged.count
+    yield
+    record_property("problems", gpu_support.judged.count - before)
 
 
 @pytest.fixture

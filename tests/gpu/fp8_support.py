@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from gpu_support import Tensors, materialised
+from gpu_support import Tensors, judged, materialised
 
 import flashhopper
 from flashhopper.engine import hopper_fp8
@@ -170,6 +170,7 @@ def judge8(
     qkv: Fp8QKV, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float | None = None, with_exact: bool = True
 ) -> str | None:
     """None where a result is right, else what is wrong with it."""
+    judged.count += 1
     batch, seqlen_q, heads, _ = qkv.q.shape
     assert (out.shape, out.dtype) == ((batch, seqlen_q, heads, qkv.head_dim_v), qkv.dtype)
     assert (lse.shape, lse.dtype) == ((batch, heads, seqlen_q), torch.float32)

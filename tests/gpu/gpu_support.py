@@ -24,6 +24,15 @@ GRADIENTS = ("dq", "dk", "dv")
 POISON = ((16 << 10, 32), (256 << 10, 12), (1 << 20, 8), (4 << 20, 6), (16 << 20, 3), (64 << 20, 1))
 
 
+class Judged:
+    """How many results were compared with an oracle in this process; conftest.py reads it around each test."""
+
+    count = 0
+
+
+judged = Judged()
+
+
 def draw(
     seed: int,
     batch: int,
@@ -106,6 +115,7 @@ def judge(
     scale: float | None = None,
 ) -> Verdict:
     """Max error against float64 at most twice that of the same-dtype PyTorch attention, plus 1e-5; never NaN."""
+    judged.count += 1
     if out.numel() == 0:
         return Verdict(0.0, 0.0, 0.0, 0)
     exact, exact_lse = materialised(q, k, v, causal, torch.float64, scale)
@@ -284,6 +294,7 @@ def judge_gradients(
     """The 16-bit rule for each gradient: max error against float64 at most twice that of the same-dtype autograd, plus
     1e-5 (plus `more`, where a test says why); always finite. None where it holds, else what breaks it.
     """
+    judged.count += 1
     exact = materialised_gradients(q, k, v, dout, causal, torch.float64, scale, dlse)
     plain = materialised_gradients(q, k, v, dout, causal, q.dtype, scale, dlse)
     numbers = []

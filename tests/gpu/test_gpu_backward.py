@@ -114,6 +114,8 @@ def test_many_tiles(dims: tuple[int, int], causal: bool) -> None:
 
 
 @MASKS
+@pytest.mark.xdist_group("large")
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences(head_dim: int, causal: bool) -> None:
     """Many additions into dq, long loops for dk and dv."""

@@ -121,6 +121,7 @@ def test_large_inputs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.xdist_group("compile")
 def test_compile_with_changing_lengths() -> None:
     """FA 1435, PR 1590: fullgraph, dynamic seqlen, GQA, head_dim_v != head_dim, backward included."""
     torch._dynamo.reset()

@@ -16,7 +16,7 @@ from gpu_support import (
 
 import flashhopper
 
-pytestmark = [pytest.mark.usefixtures("hopper_gradients"), pytest.mark.usefixtures("empty_cache")]
+pytestmark = [pytest.mark.usefixtures("hopper_gradients", "empty_cache"), pytest.mark.xdist_group("large")]
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 CHUNK = 1 << 16
 

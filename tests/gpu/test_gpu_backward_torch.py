@@ -112,6 +112,7 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("backend", "dynamic"), [("aot_eager", True), ("inductor", False)])
+@pytest.mark.xdist_group("compile")
 def test_compile_fullgraph_forward_and_backward(backend: str, dynamic: bool) -> None:
     """GQA, a head dimension of v of its own, lse, changing lengths: one graph, the same bits."""
 
@@ -134,6 +135,7 @@ def test_compile_fullgraph_forward_and_backward(backend: str, dynamic: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.xdist_group("compile")
 def test_compile_a_module() -> None:
     """A block with its projections, compiled in one graph by inductor, has the gradients of the eager one."""
     torch._dynamo.reset()
@@ -171,6 +173,7 @@ def _backward_arguments(values: dict[str, Any]) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
+@pytest.mark.xdist_group("compile")
 def test_opcheck_of_the_backward(with_dlse: bool) -> None:
     """Schema, fake and registration of flashhopper::backward tell the truth on CUDA tensors."""
     q, k, v = draw(7, 2, 70, 90, 4, 2, 64)
@@ -185,6 +188,7 @@ def test_opcheck_of_the_backward(with_dlse: bool) -> None:
     assert problem is None, problem
 
 
+@pytest.mark.xdist_group("compile")
 def test_opcheck_of_the_forward_with_gradients() -> None:
     """Traced forward and backward agree with eager ones, also where shapes are symbols."""
     q, k, v = (x.requires_grad_() for x in draw(8, 2, 70, 90, 4, 2, 64))

@@ -290,6 +290,7 @@ def test_explain_names_the_kernel() -> None:
     assert (plan.backend, plan.quantizer) == ("hopper", "the Hopper quantiser")
 
 
+@pytest.mark.xdist_group("large")
 def test_large_offsets(empty_cache: None) -> None:
     """Outputs and queries of more than 2^31 elements: the last rows arrive where they belong."""
     case = Case(1, 16_385 * 8, 130, 128, 1, 128, 128, "paper")

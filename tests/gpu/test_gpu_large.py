@@ -8,7 +8,7 @@ from gpu_support import NAN, judge, launch, materialised
 
 import flashhopper
 
-pytestmark = pytest.mark.usefixtures("empty_cache")
+pytestmark = [pytest.mark.usefixtures("empty_cache"), pytest.mark.xdist_group("large")]
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 

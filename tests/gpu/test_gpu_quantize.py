@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_support import judged
 
 from flashhopper.engine import hopper_quantize
 from flashhopper.engine.hopper_quantize import Quantized, quantize, transpose_values
@@ -155,6 +156,7 @@ def check_means(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, 
 
 
 def check(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    judged.count += 1
     check_means(case, found, q, k, v)
     wide_q, wide_k, wide_v = wide(q), wide(k), wide(v)
     if found.k_mean is not None:
@@ -336,7 +338,8 @@ def test_zeros_and_extremes() -> None:
     check(case, run(case, q, k, v), q, k, v)
 
 
-def test_large_offsets() -> None:
+@pytest.mark.xdist_group("large")
+def test_large_offsets(empty_cache: None) -> None:
     """A tensor of more than 2^31 elements: its last rows arrive where they belong."""
     case = Case(1, 128, 8300, 1, 1, 64, 64)
     holder = torch.zeros((1, 8300, 4096, 64), dtype=torch.bfloat16, device="cuda")

@@ -229,6 +229,7 @@ def test_gradients_of_large_inputs_stay_finite(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.xdist_group("compile")
 def test_compile_fullgraph(backend: str) -> None:
     """GQA, a head dimension of v of its own, changing lengths: one graph, the same bits."""
 

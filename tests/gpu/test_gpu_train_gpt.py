@@ -24,6 +24,7 @@ def program() -> ModuleType:
     return module
 
 
+@pytest.mark.xdist_group("training")
 def test_trains_like_sdpa(program: ModuleType) -> None:
     settings = program.Settings("cuda", steps=200)
     assert program.engine(settings).startswith("hopper; gradients hopper")

@@ -176,15 +176,34 @@ def test_what_is_not_built_is_refused_by_name(change: dict[str, object], message
         fh.explain(**qkv(), **change)
 
 
-def test_what_is_unknown_is_refused_by_name() -> None:
-    """Dropout, biases and masks are no arguments: Python names them."""
-    for name in ("dropout_p", "alibi_slopes", "attn_mask"):
-        with pytest.raises(TypeError, match=name):
-            fh.flash_attn_func(**qkv(), **{name: 0.1})
-
-
 def test_a_gradient_of_the_wrong_shape() -> None:
     q, k, v = (torch.randn(1, 3, 2, 4) for _ in range(3))
     out, lse = fh.flash_attn_func(q, k, v, return_lse=True)
     with pytest.raises(ValueError, match=r"dout has shape \(1, 2, 2, 4\), must have the output's \(1, 3, 2, 4\)"):
         torch.ops.flashhopper.backward(out[:, :2], None, q, k, v, out, lse, None, 0.5, -1, -1, 0.0, 0, False, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dropout_p", 0.1),
+        ("alibi_slopes", torch.ones(8)),
+        ("attn_bias", torch.zeros(5, 7)),
+        ("attn_mask", torch.ones(5, 7, dtype=torch.bool)),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(name: str, value: object) -> None:
+    """And never ignored; asking for none of it is no error, and a misspelt option still is one."""
+    fused = {"qkv": torch.randn(2, 5, 3, 8, 16)}
+    functions = (
+        (fh.flash_attn_func, qkv()),
+        (fh.flash_attn_qkvpacked_func, fused),
+        (fh.flash_attn_varlen_func, packed()),
+    )
+    for function, arguments in functions:
+        with pytest.raises(NotImplementedError, match=rf"^{name} is .*: not computed here; .*scaled_dot_product"):
+            function(**arguments, **{name: value})
+        neutral = 0.0 if name == "dropout_p" else None
+        assert torch.equal(function(**arguments, **{name: neutral}), function(**arguments))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dropout'"):
+            function(**arguments, dropout=0.1)

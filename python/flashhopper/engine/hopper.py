@@ -169,18 +169,18 @@ class PreparedForward:
         )
 
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, needs_lse: bool, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch on the current stream of q's device; results as of forward()."""
+        """Launch on the current stream of q's device; out, where given, is contiguous. Results as of forward()."""
         q_address, k_address, v_address = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if (q_address | k_address | v_address) & 15:
-            return forward(q, k, v, self._sizes, *self._numbers, needs_lse)
+            return forward(q, k, v, self._sizes, *self._numbers, needs_lse, out=out)
         index = self._index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self.run(q, k, v, needs_lse)
-        # Half the cost of new_empty.
-        out = torch.empty_like(q) if self._is_like_q else q.new_empty(self._out_shape)
+                return self.run(q, k, v, needs_lse, out)
+        if out is None:  # empty_like is half the cost of new_empty
+            out = torch.empty_like(q) if self._is_like_q else q.new_empty(self._out_shape)
         stream = torch._C._cuda_getCurrentRawStream(index)
         _, workspace, lse_address, spare_rows = borrow_workspace(index, stream)
         lse = None
@@ -207,6 +207,7 @@ def forward(
     sm_margin: int,
     needs_lse: bool = True,
     key: CallKey | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch the dense forward on the current stream of q's device.
 
@@ -214,6 +215,7 @@ def forward(
         q, k, v: float16 or bfloat16, (batch, seqlen, heads, head_dim), any strides.
         sizes: what checks.dense returned for them.
         key: under which to remember the preparation, if the call succeeds and needs no copies.
+        out: contiguous memory for the result; an empty problem leaves it alone.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) of q's dtype, contiguous; lse float32 (batch, heads, seqlen_q), or
@@ -231,7 +233,7 @@ def forward(
     readable_v, v_strides = readable(v)
     numbers = (softmax_scale, window_left, window_right, sm_margin)
     prepared = PreparedForward(readable_q, (*q_strides, *k_strides, *v_strides), sizes, numbers)
-    result = prepared.run(readable_q, readable_k, readable_v, needs_lse)
+    result = prepared.run(readable_q, readable_k, readable_v, needs_lse, out)
     if key is not None and readable_q is q and readable_k is k and readable_v is v:
         if len(remembered) >= MOST_REMEMBERED:
             remembered.clear()  # whatever is in use comes back at its next call

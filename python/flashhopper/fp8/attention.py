@@ -36,12 +36,14 @@ def check_inputs(q: _Tensor, head_dim: int, head_dim_v: int, allowed: tuple[torc
     formats.computed_head_dims(head_dim, head_dim_v)
 
 
-def check_options(softcap: float, sink: object) -> None:
+def check_options(softcap: float, sink: object, out: object = None) -> None:
     """Refuse by name what 8-bit attention does not have."""
     if softcap != 0.0:
         raise NotImplementedError(f"softcap={softcap} is not available with fp8: pass softcap=0.0, or fp8=None")
     if sink is not None:
         raise NotImplementedError("sink is not available with fp8: pass sink=None, or fp8=None")
+    if out is not None:
+        raise NotImplementedError("out is not available with fp8: pass out=None and copy the result, or fp8=None")
 
 
 def dense(

@@ -233,7 +233,7 @@ def _gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tuple[_Te
     q, k, v, out, lse = ctx.saved_tensors
     scale, left, right, *launch = ctx.numbers
     dout = torch.zeros_like(out) if dout is None else dout
-    run = dense_ops.gradient_runner(dense_library.backward_op, dense_library.dense_backward, dense_ops.once)
+    run = dense_ops.gradient_runner(dense_library.backward_op, dense_library.dense_backward, dense_ops.once, q)
     dq, dk, dv, _ = run(dout, dlse, q, k, v, out, lse, None, scale, left, right, 0.0, *launch)
     return *_without_nan(dout, dlse, dq, dk, dv), *(None,) * 7
 
@@ -250,7 +250,7 @@ def _varlen_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tu
     scale, left, right, *launch = ctx.numbers
     dout = torch.zeros_like(tensors[3]) if dout is None else dout
     run = dense_ops.gradient_runner(
-        dense_library.varlen_backward_op, dense_library.varlen_backward, dense_ops.once_varlen
+        dense_library.varlen_backward_op, dense_library.varlen_backward, dense_ops.once_varlen, tensors[0]
     )
     dq, dk, dv, _ = run(dout, dlse, *tensors, *ctx.lengths, None, scale, left, right, 0.0, *launch)
     return *_without_nan(dout, dlse, dq, dk, dv), *(None,) * 13

@@ -3,6 +3,7 @@
 
 #include "backward/traits.hpp"
 #include "core/barriers.hpp"
+#include "core/mask.hpp"
 #include "core/scheduler.hpp"
 
 namespace flashhopper {

@@ -49,13 +49,17 @@ class BackwardParams(Structure):
 
     _fields_ = [
         *[(name, TensorView) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")],
-        *[(name, c_void_p) for name in ("lse", "dlse", "workspace")],
+        *[(name, c_void_p) for name in ("lse", "dlse", "sink", "dsink", "workspace")],
         *[(name, c_int64) for name in _SIZES],
         ("softmax_scale", c_float),
+        ("softcap", c_float),
         ("dtype", c_int32),
         ("sm_margin", c_int32),
         ("deterministic", c_int32),
         ("stream", c_void_p),
+        *[(name, c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")],
+        ("total_q", c_int64),
+        ("total_k", c_int64),
     ]
 
 
@@ -229,8 +233,11 @@ class Library:
             lse.data_ptr(),
             dlse.data_ptr() if dlse is not None else None,
             None,
+            None,
+            None,
             *_sizes(q, k, v, causal),
             _scale(q, softmax_scale),
+            0.0,
             DTYPE_CODES[q.dtype],
             sm_margin,
             int(deterministic),

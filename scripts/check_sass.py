@@ -40,16 +40,22 @@ REQUIRED = {
     "quantize_rows_kernel": ("LDGSTS",),
     "quantize_values_kernel": ("LDGSTS",),
     "transpose_values_kernel": (),
+    "list_blocks_kernel": (),
 }
 MAIN_KERNELS = {"forward": "forward_kernel", "forward8": "forward8_kernel", "backward": "backward_kernel"}
-# Of the quantiser's files, which hold several kernels each.
-QUANTIZE_KERNELS = {"quantize": "quantize_rows_kernel", "quantize_common": "transpose_values_kernel"}
+# Of the files that no table lists, the quantiser's of which hold several kernels each.
+OTHER_KERNELS = {
+    "quantize": "quantize_rows_kernel",
+    "quantize_common": "transpose_values_kernel",
+    "packed_list": "list_blocks_kernel",
+}
 LOCAL_MEMORY = r"(LDL|STL)\b"
 PRODUCER_STACK = 16
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", re.MULTILINE)
 # The two waits of a step of the 16-bit forward's main loop: for the scores, with P V in flight; for P V.
 SCORES_DONE, PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1", "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 EXPONENTIAL = "MUFU.EX2"
+RECIPROCAL = "MUFU.RCP"  # in a step, the softcap's alone: one after each exponential of its own
 Code = list[tuple[int, str]]  # address and instruction, without its predicate
 SYSTEM_LIBRARIES = re.compile(r"lib(stdc\+\+|gcc_s|c|m|dl|rt|pthread)\.so\.\d+|ld-linux-.*\.so\.\d+")
 # The driver API (cuTensorMapEncodeTiled, ...) and torch (its C++ namespaces, mangled).
@@ -80,15 +86,17 @@ def instance_logs(build: Path, direction: str) -> dict[str, str]:
     return logs
 
 
-def quantize_logs(build: Path) -> dict[str, dict[str, str]]:
-    """Kind of file -> instance name -> its ptxas log, for the quantiser of every element type that this build lists."""
+def other_logs(build: Path) -> dict[str, dict[str, str]]:
+    """Kind of file -> instance name -> its ptxas log, for the quantiser of every element type that this build lists,
+    and for the sources that are in every build.
+    """
     listing = (build / "generated/flashhopper_quantize_instances.inc").read_text()
     objects = build / "CMakeFiles/flashhopper_kernels.dir"
     files = {f"quantize_{element}": "instances" for element in re.findall(r"SUMS\((\w+)\)", listing)}
-    logs: dict[str, dict[str, str]] = {kind: {} for kind in QUANTIZE_KERNELS}
-    for name, folder in {**files, "quantize_common": "cpp/src"}.items():
+    logs: dict[str, dict[str, str]] = {kind: {} for kind in OTHER_KERNELS}
+    for name, folder in {**files, "quantize_common": "cpp/src", "packed_list": "cpp/src"}.items():
         log = objects / folder / f"{name}.cu.o.ptxas"
-        kind = name if name in QUANTIZE_KERNELS else "quantize"
+        kind = name if name in OTHER_KERNELS else "quantize"
         logs[kind][name] = log.read_text() if log.exists() else ""
     return logs
 
@@ -141,6 +149,7 @@ def order_problem(code: Code) -> str | None:
         if len(waits) != 1:
             return f"P V is waited for {len(waits)} times in a step of the main loop, not once"
         exponentials = [place for place, instruction in enumerate(step) if instruction.startswith(EXPONENTIAL)]
+        del exponentials[: sum(instruction.startswith(RECIPROCAL) for instruction in step)]  # the softcap comes first
         before = sum(place < waits[0] for place in exponentials)
         if not 0 < before <= len(exponentials) / 2:
             return f"P V is waited for after {before} of the {len(exponentials)} exponentials of a step"
@@ -213,7 +222,7 @@ def check_kernels(build: Path, library: Path) -> list[str]:
     print(f"{'instance and kernel':50}" + "".join(f"{n:>10}" for n in ("registers", "spills", *COUNTED, "SASS")))
     problems = []
     logs = {kernel: instance_logs(build, direction) for direction, kernel in MAIN_KERNELS.items()}
-    logs |= {QUANTIZE_KERNELS[kind]: found for kind, found in quantize_logs(build).items()}
+    logs |= {OTHER_KERNELS[kind]: found for kind, found in other_logs(build).items()}
     for main_kernel, instances in logs.items():
         for instance, log in instances.items():
             problems += check_instance(instance, main_kernel, log, kernels)

@@ -20,11 +20,13 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
 
   FLASHHOPPER_DEVICE void run() {
     TileReader<BackwardStorage<Traits>> reader{storage};
-    Tile tile;
     while (true) {
-      uint32_t const phase = reader.position.slot & 1;  // of K and V: a tile each, and the ring has an even length
-      if (!reader.next_for_warp(tile, this->lane == 0)) break;
-      differentiate_tile(tile, phase);
+      int const slot = reader.await();
+      bool const is_last = storage.tile[slot].block < 0;
+      int const steps = storage.tile[slot].steps;
+      reader.hand_back(slot, this->lane == 0);
+      if (is_last) break;
+      differentiate_tile(steps, slot & 1);
     }
   }
 
@@ -49,10 +51,9 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
     copy(Atom{}, thread_copy.partition_S(tile), thread_copy.retile_D(target));
   }
 
-  FLASHHOPPER_DEVICE void differentiate_tile(Tile const& tile, uint32_t phase) {
+  // count: of steps. phase: of K and V, one each a tile, and the ring of tiles has an even length.
+  FLASHHOPPER_DEVICE void differentiate_tile(int count, uint32_t phase) {
     using namespace cute;
-    int const block = tile.block;
-    int const count = this->visited(block).size() * args.group;
     typename Traits::MmaScores mma_s;
     typename Traits::MmaDp mma_dp;
     typename Traits::MmaDvShared mma_dv;
@@ -100,7 +101,6 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
 
     storage.k_full.wait(phase);
     storage.v_full.wait(phase);
-    int m = this->visited(block).begin;
     for (int left = count; left > 0; --left) {
       int const slot_ds = exchange.slot, slot_p = 2 + exchange.slot;
       // The second half of a step's dQ waits in registers for its slot until the next step; one fence serves both then.
@@ -113,7 +113,8 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
         if (has_pending) this->write_dq(dq, pending_parity);
-        this->mask_step(scores, block, m, this->thread_row);
+        this->cap(scores);
+        this->mask_step(scores, storage.step[at_q.slot], this->thread_row);
         this->load_columns(columns, storage.lse_log2[at_q.slot]);
         this->exponentiate(scores, columns);
         pack_all<Element>(scores, packed);
@@ -131,6 +132,10 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         if (has_pending) this->write_dq(dq, pending_parity);
         this->load_columns(columns, storage.delta[at_dout.slot]);
         this->differentiate(scores, packed, columns);
+        if (this->has_softcap()) {
+          storage.q_full[at_q.slot].wait(at_q.phase);  // lse came with it
+          this->chain_softcap(scores, packed, storage.lse_log2[at_q.slot]);
+        }
         pack_all<Element>(scores, packed);
         this->stage(mma_s, packed, sX(_, _, slot_ds));
         publish(storage.ds_full[exchange.slot], has_pending);
@@ -159,7 +164,6 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
       warpgroup_fence_operand(tQrQ);
       this->release(storage.q_empty[at_q.slot]);
       at_q.advance();
-      m = this->next_step(block, m);
       exchange.advance();
     }
     if (count > 0) {

@@ -27,26 +27,11 @@ struct BackwardConsumer {
   int const thread_row = thread / 32 * 16 + lane / 4;
   int const thread_column = lane % 4 * 2;
 
-  // Query blocks of a tile's steps, walked once for each query head of the group.
-  FLASHHOPPER_DEVICE BlockRange visited(int block) const {
-    return args.mask.visited_queries(block * Traits::kTileN, (block + 1) * Traits::kTileN, Traits::kTileM);
+  // Before the mask, whose -inf must stay.
+  FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
+    if (has_softcap()) args.softcap.apply(scores);
   }
-
-  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are computed
-  // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
-  // the compiler from doing so. first_row: of this thread's accumulator row 0 within the tile.
-  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int block, int m, int first_row) const {
-    asm volatile("" : "+r"(block));
-    int const begin = block * Traits::kTileN;
-    BlockRange const unmasked = args.mask.unmasked_queries(begin, begin + Traits::kTileN, Traits::kTileM);
-    if (m < unmasked.begin || m >= unmasked.end) apply_mask(scores, begin + first_row, m);
-  }
-  // The query block of the next step.
-  FLASHHOPPER_DEVICE int next_step(int block, int m) const {
-    asm volatile("" : "+r"(block));
-    BlockRange const range = visited(block);
-    return m + 1 == range.end ? range.begin : m + 1;
-  }
+  FLASHHOPPER_DEVICE bool has_softcap() const { return args.softcap.factor != 0.f; }
 
   // One arrival a warp: its reads of the slot are over, also those of lse and delta by the other lanes.
   FLASHHOPPER_DEVICE void release(Barrier& empty) const {
@@ -54,14 +39,16 @@ struct BackwardConsumer {
     if (lane == 0) empty.arrive();
   }
 
-  // Scores outside the mask become -inf. first_key: position of the key of the thread's accumulator row 0.
-  FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], int first_key, int m) const {
-    int const origin = m * Traits::kTileM + thread_column;
+  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this thread's
+  // accumulator row 0 within the tile.
+  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], Step const& step, int first_row) const {
+    if (step.is_masked == 0) return;
+    BlockMask const mask = step.mask;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const key = first_key + 8 * r;
-      int const begin = args.mask.query_begin(key) - origin;
-      int const end = key < args.mask.seqlen_k ? args.mask.query_end(key) - origin : INT32_MIN;
+      int const row = first_row + 8 * r;
+      int const begin = row + mask.lo - thread_column;
+      int const end = row < mask.keys ? row + mask.hi - thread_column : INT32_MIN;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         bool const seen = accumulator_column(e) >= begin && accumulator_column(e) < end;
@@ -70,16 +57,18 @@ struct BackwardConsumer {
     }
   }
 
-  // A value for each column of the thread's scores, two and two.
+  // Of a value for each query of a step: those of elements e and e + 1.
+  FLASHHOPPER_DEVICE float2 column_pair(float const* smem, int e) const {
+    return *reinterpret_cast<float2 const*>(smem + accumulator_column(e) + thread_column);
+  }
+  // Those of all the thread's scores.
   using ColumnValues = float2[kScores / 4];
   FLASHHOPPER_DEVICE void load_columns(ColumnValues& values, float const* smem) const {
     FLASHHOPPER_UNROLL
-    for (int j = 0; j < kScores / 4; ++j) {
-      values[j] = *reinterpret_cast<float2 const*>(smem + accumulator_column(4 * j) + thread_column);
-    }
+    for (int j = 0; j < kScores / 4; ++j) values[j] = column_pair(smem, 4 * j);
   }
 
-  // P^T = 2^(scale_log2 * S^T - lse_log2).
+  // P^T = 2^(scale_log2 * S^T - lse_log2), S^T capped where there is a softcap.
   FLASHHOPPER_DEVICE void exponentiate(float (&scores)[kScores], ColumnValues const& lse_log2) const {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; ++e) {
@@ -102,6 +91,22 @@ struct BackwardConsumer {
     }
   }
 
+  // The same with a softcap, whose derivative is one more factor of dS. lse_log2 and delta of the step are read from
+  // shared memory where they are used: registers for all of them at once would spill.
+  FLASHHOPPER_DEVICE void differentiate_capped(float const (&probabilities)[kScores], float const (&gradients)[kScores],
+                                               float const* lse_log2, float const* delta,
+                                               uint32_t (&packed_p)[kScores / 2],
+                                               uint32_t (&packed_ds)[kScores / 2]) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; e += 2) {
+      float2 const d = column_pair(delta, e), lse = column_pair(lse_log2, e);
+      float const p[2] = {probabilities[e], probabilities[e + 1]};
+      packed_ds[e / 2] = pack<Element>(p[0] * (gradients[e] - d.x) * args.softcap.slope(p[0], lse.x),
+                                       p[1] * (gradients[e + 1] - d.y) * args.softcap.slope(p[1], lse.y));
+      packed_p[e / 2] = pack<Element>(p[0], p[1]);
+    }
+  }
+
   // The same where P was handed over by the other warpgroup, rounded; replaces dP^T.
   FLASHHOPPER_DEVICE void differentiate(float (&gradients)[kScores], uint32_t const (&probabilities)[kScores / 2],
                                         ColumnValues const& delta) const {
@@ -110,6 +115,17 @@ struct BackwardConsumer {
       float2 const p = unpack<Element>(probabilities[e / 2]);
       gradients[e] = p.x * (gradients[e] - delta[e / 4].x);
       gradients[e + 1] = p.y * (gradients[e + 1] - delta[e / 4].y);
+    }
+  }
+
+  // With a softcap, on top of the former.
+  FLASHHOPPER_DEVICE void chain_softcap(float (&ds)[kScores], uint32_t const (&probabilities)[kScores / 2],
+                                        float const* lse_log2) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; e += 2) {
+      float2 const p = unpack<Element>(probabilities[e / 2]), lse = column_pair(lse_log2, e);
+      ds[e] *= args.softcap.slope(p.x, lse.x);
+      ds[e + 1] *= args.softcap.slope(p.y, lse.y);
     }
   }
 

@@ -32,11 +32,13 @@ struct KeyConsumer : BackwardConsumer<Traits> {
 
   FLASHHOPPER_DEVICE void run() {
     TileReader<BackwardStorage<Traits>> reader{storage};
-    Tile tile;
     while (true) {
-      uint32_t const phase = reader.position.slot & 1;  // of K and V: a tile each, and the ring has an even length
-      if (!reader.next_for_warp(tile, this->lane == 0)) break;
-      differentiate_tile(tile, phase);
+      int const slot = reader.await();
+      bool const is_last = storage.tile[slot].block < 0;
+      int const steps = storage.tile[slot].steps;
+      reader.hand_back(slot, this->lane == 0);
+      if (is_last) break;
+      differentiate_tile(steps, slot & 1);
     }
   }
 
@@ -51,10 +53,9 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     if (has_dq) storage.dq_full[warpgroup].arrive();
   }
 
-  FLASHHOPPER_DEVICE void differentiate_tile(Tile const& tile, uint32_t phase) {
+  // count: of steps. phase: of K and V, one each a tile, and the ring of tiles has an even length.
+  FLASHHOPPER_DEVICE void differentiate_tile(int count, uint32_t phase) {
     using namespace cute;
-    int const block = tile.block;
-    int const count = this->visited(block).size() * args.group;
     typename Traits::MmaScores mma_s;
     typename Traits::MmaDp mma_dp;
     typename Traits::MmaDv mma_dv;
@@ -109,7 +110,6 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     storage.k_full.wait(phase);
     storage.v_full.wait(phase);
     if (count > 0) {
-      int m = this->visited(block).begin;
       storage.q_full[at.slot].wait(at.phase);
       issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, at.slot), tSrS);
       storage.dout_full[at.slot].wait(at.phase);
@@ -119,15 +119,21 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       bool has_last = false;
       for (int left = count; left > 0; --left) {
         // Scores have arrived, their gradient is being computed.
-        this->mask_step(scores, block, m, warpgroup * kWarpgroupRows + this->thread_row);
+        this->cap(scores);
+        this->mask_step(scores, storage.step[at.slot], warpgroup * kWarpgroupRows + this->thread_row);
         typename Base::ColumnValues columns;
         this->load_columns(columns, storage.lse_log2[at.slot]);
         this->exponentiate(scores, columns);
         if constexpr (kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tPrP);
-        if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
-        this->differentiate(scores, gradients, columns, packed_p, packed_ds);
+        if (this->has_softcap()) {
+          this->differentiate_capped(scores, gradients, storage.lse_log2[at.slot], storage.delta[at.slot], packed_p,
+                                     packed_ds);
+        } else {
+          if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
+          this->differentiate(scores, gradients, columns, packed_p, packed_ds);
+        }
         // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
         // multiplied with the dS of three steps ago, whose place this step's takes.
         auto const last = at_ds.before();
@@ -161,7 +167,6 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         at_ds.advance();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
-        m = this->next_step(block, m);
         has_last = true;
       }
       auto const last = at_ds.before();

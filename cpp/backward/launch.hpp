@@ -15,7 +15,7 @@ cudaError_t launch_backward(BackwardArgs const& args, int grid, int device, cuda
   constexpr int kSmemBytes = static_cast<int>(smem_bytes(Traits::kConfig));
   constexpr int kRowSmemBytes = Traits::kTileM * (Traits::kHeadDim + 8) * int{sizeof(Element)};
   static_assert(kRowSmemBytes <= 48 * 1024, "postprocess would need the opt-in for more shared memory");
-  int const chunks = args.m_blocks * args.heads * (args.schedule.batch_heads / args.schedule.heads);
+  int const chunks = args.query_blocks.per_head * args.heads;
   int tile_m = Traits::kTileM, head_dim = Traits::kHeadDim;
   void* row_parameters[] = {const_cast<BackwardArgs*>(&args), &tile_m, &head_dim};
   void* parameters[] = {const_cast<BackwardArgs*>(&args)};

@@ -12,18 +12,36 @@
 
 namespace flashhopper {
 
+// The work tiles as the queue hands them out. Producers have few registers: a tile is made in its slot.
+template <class Traits>
+struct KeyTiles {
+  BackwardArgs const& args;
+
+  FLASHHOPPER_DEVICE int total() const { return args.schedule.total(); }
+  FLASHHOPPER_DEVICE void put(int place, BackwardTile& tile) const {
+    args.schedule.put(place, tile);
+    int const begin = tile.block * Traits::kTileN, end = begin + Traits::kTileN;
+    Mask const mask = mask_of(args, tile.rows);
+    tile.unmasked = mask.unmasked_queries(begin, end, Traits::kTileM);
+    BlockRange const visited = mask.visited_queries(begin, end, Traits::kTileM);
+    tile.visited = visited;
+    tile.steps = visited.size() * args.group;
+    tile.q = row_origin(args.wrap != 0, tile.rows.q, tile.batch);
+    tile.first_chunk = args.wrap != 0 ? first_packed_chunk(tile.rows.q.begin, tile.batch, Traits::kTileM)
+                                      : tile.batch * args.heads * args.query_blocks.count;
+  }
+};
+
 // The steps of a tile: all query heads of the group, in each the query blocks that see any of its keys.
-// load(first row, head, batch, chunk) brings the operands of one step.
-template <class Traits, class Load>
-FLASHHOPPER_DEVICE void for_each_step(BackwardArgs const& args, Tile const& tile, Load const& load) {
-  int const key_begin = tile.block * Traits::kTileN;
-  BlockRange const blocks = args.mask.visited_queries(key_begin, key_begin + Traits::kTileN, Traits::kTileM);
-  int const end = (tile.head + 1) * args.group;
+// load(query block, head, chunk) brings the operands of one step.
+template <class Load>
+FLASHHOPPER_DEVICE void for_each_step(BackwardArgs const& args, BackwardTile const& tile, Load const& load) {
+  int const first_head = tile.head * args.group;
 #pragma unroll 1
-  for (int head = tile.head * args.group; head < end; ++head) {
-    int const chunk = (tile.batch * args.heads + head) * args.m_blocks;  // fewer than 2^31, the host checked
+  for (int head = first_head; head < first_head + args.group; ++head) {
+    int const chunk = tile.first_chunk + head * args.query_blocks.count;  // fewer than 2^31, the host checked
 #pragma unroll 1
-    for (int m = blocks.begin; m < blocks.end; ++m) load(m * Traits::kTileM, head, tile.batch, chunk + m);
+    for (int m = tile.visited.begin; m < tile.visited.end; ++m) load(m, head, chunk + m);
   }
 }
 
@@ -32,18 +50,24 @@ template <class Traits>
 FLASHHOPPER_DEVICE void produce_queries(BackwardArgs const& args, BackwardStorage<Traits>& storage) {
   constexpr int kRowBytes = Traits::kTileM * int{sizeof(float)};
   RingPosition<Traits::kQStages> at;
-  TileSource<BackwardStorage<Traits>> source{args.counters, args.schedule, storage};
-  Tile tile = source.first();
-  while (tile.block >= 0) {
-    for_each_step<Traits>(args, tile, [&](int row, int head, int batch, int chunk) {
+  KeyTiles<Traits> const tiles{args};
+  TileSource source(args.counters, tiles, storage);
+  int slot = source.first();
+  while (storage.tile[slot].block >= 0) {
+    BackwardTile const& tile = storage.tile[slot];
+    for_each_step(args, tile, [&](int m, int head, int chunk) {
+      int const row = m * Traits::kTileM;
       storage.q_empty[at.slot].wait(at.phase ^ 1);
-      tma_load_tile<Traits::kTileM, Traits::kHeadDim, Traits::kBoxColumns>(
-          args.q, storage.q_full[at.slot], L2Hint::kEvictLast, storage.q[at.slot], row, head, batch, kRowBytes);
+      storage.step[at.slot] = {mask_of(args, tile.rows).block(tile.block * Traits::kTileN, row),
+                               m < tile.unmasked.begin || m >= tile.unmasked.end};
+      tma_load_sequence<Traits::kTileM, Traits::kHeadDim, Traits::kBoxColumns>(
+          args.q, storage.q_full[at.slot], L2Hint::kEvictLast, storage.q[at.slot], tile.q, args.wrap, row, head, 0,
+          kRowBytes);
       bulk_load(args.lse_log2 + int64_t{chunk} * Traits::kTileM, storage.q_full[at.slot], storage.lse_log2[at.slot],
                 kRowBytes);
       at.advance();
     });
-    tile = source.next();
+    slot = source.next();
   }
   source.finish();
 }
@@ -54,18 +78,51 @@ FLASHHOPPER_DEVICE void produce_output_gradients(BackwardArgs const& args, Backw
   constexpr int kRowBytes = Traits::kTileM * int{sizeof(float)};
   RingPosition<Traits::kDoutStages> at;
   TileReader<BackwardStorage<Traits>> reader{storage};
-  Tile tile;
-  while (reader.next(tile)) {
-    for_each_step<Traits>(args, tile, [&](int row, int head, int batch, int chunk) {
+  int slot = reader.await();
+  while (storage.tile[slot].block >= 0) {
+    BackwardTile const& tile = storage.tile[slot];
+    for_each_step(args, tile, [&](int m, int head, int chunk) {
       storage.dout_empty[at.slot].wait(at.phase ^ 1);
-      tma_load_tile<Traits::kTileM, Traits::kHeadDimV, Traits::kBoxColumnsV>(args.dout, storage.dout_full[at.slot],
-                                                                             L2Hint::kEvictLast, storage.dout[at.slot],
-                                                                             row, head, batch, kRowBytes);
+      tma_load_sequence<Traits::kTileM, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+          args.dout, storage.dout_full[at.slot], L2Hint::kEvictLast, storage.dout[at.slot], tile.q, args.wrap,
+          m * Traits::kTileM, head, 0, kRowBytes);
       bulk_load(args.delta + int64_t{chunk} * Traits::kTileM, storage.dout_full[at.slot], storage.delta[at.slot],
                 kRowBytes);
       at.advance();
     });
+    reader.hand_back(slot);
+    slot = reader.await();
   }
+}
+
+// Of K and V, whose rows past the used ones arrive as zeros; of dK and dV, which are written up to the next sequence.
+FLASHHOPPER_DEVICE RowOrigin key_origin(BackwardArgs const& args, BackwardTile const& tile) {
+  return row_origin(args.wrap != 0, tile.rows.k, tile.batch);
+}
+FLASHHOPPER_DEVICE RowOrigin key_gradient_origin(BackwardArgs const& args, BackwardTile const& tile) {
+  SequenceRows const& k = tile.rows.k;
+  return row_origin(args.wrap != 0, {k.begin, k.rows, k.rows}, tile.batch);
+}
+
+template <class Traits>
+FLASHHOPPER_DEVICE void load_keys(BackwardArgs const& args, BackwardStorage<Traits>& storage, int slot) {
+  BackwardTile const& tile = storage.tile[slot];
+  tma_load_sequence<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(args.k, storage.k_full, L2Hint::kEvictFirst,
+                                                                           storage.k, key_origin(args, tile), args.wrap,
+                                                                           tile.block * Traits::kTileN, tile.head);
+}
+template <class Traits>
+FLASHHOPPER_DEVICE void load_values(BackwardArgs const& args, BackwardStorage<Traits>& storage, int slot) {
+  BackwardTile const& tile = storage.tile[slot];
+  tma_load_sequence<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+      args.v, storage.v_full, L2Hint::kEvictFirst, storage.v, key_origin(args, tile), args.wrap,
+      tile.block * Traits::kTileN, tile.head);
+}
+template <class Traits>
+FLASHHOPPER_DEVICE void store_value_gradients(BackwardArgs const& args, BackwardStorage<Traits>& storage, int slot) {
+  BackwardTile const& tile = storage.tile[slot];
+  tma_store_sequence<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+      args.dv, storage.v, key_gradient_origin(args, tile), args.wrap, tile.block * Traits::kTileN, tile.head);
 }
 
 // By keys: the next V is fetched once dV, which is staged in its place, has left; the next K as soon as the last dQ of
@@ -73,41 +130,35 @@ FLASHHOPPER_DEVICE void produce_output_gradients(BackwardArgs const& args, Backw
 template <class Traits>
 FLASHHOPPER_DEVICE void serve_keys_early(BackwardArgs const& args, BackwardStorage<Traits>& storage) {
   TileReader<BackwardStorage<Traits>> reader{storage};
-  Tile tile, next;
-  auto const load_k = [&](Tile const& of) {
-    tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
-        args.k, storage.k_full, L2Hint::kEvictFirst, storage.k, of.block * Traits::kTileN, of.head, of.batch);
-  };
-  auto const load_v = [&](Tile const& of) {
-    tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
-        args.v, storage.v_full, L2Hint::kEvictFirst, storage.v, of.block * Traits::kTileN, of.head, of.batch);
-  };
-  bool has_next = reader.next(next);
-  if (!has_next) return;
-  load_k(next);
-  load_v(next);
+  int slot = reader.await();
+  bool has_tile = storage.tile[slot].block >= 0;
+  if (!has_tile) return;
+  load_keys(args, storage, slot);
+  load_values(args, storage, slot);
   uint32_t phase = 0;
-  while (has_next) {
-    tile = next;
-    int const row = tile.block * Traits::kTileN;
-    has_next = reader.next(next);
+  while (has_tile) {
+    int const next = reader.await();
+    has_tile = storage.tile[next].block >= 0;
     storage.end.k_empty.wait(phase);
-    if (has_next) load_k(next);
+    if (has_tile) load_keys(args, storage, next);
     storage.end.dv_full.wait(phase);
-    tma_store_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(args.dv, storage.v, row, tile.head,
-                                                                            tile.batch);
+    store_value_gradients(args, storage, slot);
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();
-    if (has_next) load_v(next);
+    if (has_tile) load_values(args, storage, next);
     storage.end.dk_full.wait(phase);
+    BackwardTile const& tile = storage.tile[slot];
 #pragma unroll 1
     for (int w = 0; w < kBackwardWarpgroups; ++w) {
-      tma_store_tile<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
-          args.dk, storage.exchange[dk_tile(storage.end.last_ds, w)], row + w * kWarpgroupRows, tile.head, tile.batch);
+      tma_store_sequence<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
+          args.dk, storage.exchange[dk_tile(storage.end.last_ds, w)], key_gradient_origin(args, tile), args.wrap,
+          tile.block * Traits::kTileN + w * kWarpgroupRows, tile.head);
     }
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();
     storage.end.dk_empty.arrive();
+    reader.hand_back(slot);
+    slot = next;
     phase ^= 1;
   }
 }
@@ -117,21 +168,20 @@ template <class Traits>
 FLASHHOPPER_DEVICE void serve_keys_and_gradients(BackwardArgs const& args, BackwardStorage<Traits>& storage) {
   TileReader<BackwardStorage<Traits>> reader{storage};
   uint32_t phase = 0;
-  Tile tile;
-  while (reader.next(tile)) {
-    int const row = tile.block * Traits::kTileN;
-    tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(args.k, storage.k_full, L2Hint::kEvictFirst,
-                                                                         storage.k, row, tile.head, tile.batch);
-    tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(args.v, storage.v_full, L2Hint::kEvictFirst,
-                                                                           storage.v, row, tile.head, tile.batch);
+  int slot = reader.await();
+  while (storage.tile[slot].block >= 0) {
+    load_keys(args, storage, slot);
+    load_values(args, storage, slot);
     storage.gradients_full.wait(phase);
     phase ^= 1;
-    tma_store_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(args.dv, storage.v, row, tile.head,
-                                                                            tile.batch);
-    tma_store_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(args.dk, storage.k, row, tile.head,
-                                                                          tile.batch);
+    store_value_gradients(args, storage, slot);
+    BackwardTile const& tile = storage.tile[slot];
+    tma_store_sequence<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
+        args.dk, storage.k, key_gradient_origin(args, tile), args.wrap, tile.block * Traits::kTileN, tile.head);
     cute::tma_store_arrive();
     cute::tma_store_wait<0>();
+    reader.hand_back(slot);
+    slot = reader.await();
   }
 }
 
@@ -143,11 +193,13 @@ FLASHHOPPER_DEVICE void add_query_gradients(BackwardArgs const& args, BackwardSt
   constexpr int kSlotFloats = dq_slot_floats(Traits::kConfig);
   uint32_t phase = 0;
   TileReader<BackwardStorage<Traits>> reader{storage};
-  Tile tile;
-  while (reader.next(tile)) {
-    for_each_step<Traits>(args, tile, [&](int row, int, int, int chunk) {
+  int slot = reader.await();
+  while (storage.tile[slot].block >= 0) {
+    BackwardTile const& tile = storage.tile[slot];
+    for_each_step(args, tile, [&](int m, int, int chunk) {
+      int const row = m * Traits::kTileM;
       // The last key block that sees the row block has turn 0.
-      int const turn = args.mask.visited(row, row + Traits::kTileM, Traits::kTileN).end - 1 - tile.block;
+      int const turn = mask_of(args, tile.rows).visited(row, row + Traits::kTileM, Traits::kTileN).end - 1 - tile.block;
       if (args.turns != nullptr) await_value(args.turns + chunk, turn);
       float* sum = args.dq_sum + int64_t{chunk} * (Traits::kTileM * Traits::kHeadDim);
 #pragma unroll 1
@@ -170,6 +222,8 @@ FLASHHOPPER_DEVICE void add_query_gradients(BackwardArgs const& args, BackwardSt
         release_value(args.turns + chunk, turn + 1);
       }
     });
+    reader.hand_back(slot);
+    slot = reader.await();
   }
 }
 

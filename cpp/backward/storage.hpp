@@ -10,6 +10,21 @@ namespace flashhopper {
 // By keys: the tile of the dS ring that takes a warpgroup's dK, given the one that the tile's last dS still occupies.
 FLASHHOPPER_DEVICE int dk_tile(int last_ds, int warpgroup) { return (last_ds + 1 + warpgroup) % 3; }
 
+// A work tile with what its steps need of the mask and of its sequence's place.
+struct BackwardTile : SequenceTile {
+  BlockRange visited;   // query blocks that see any of its keys; walked once for each query head of the group
+  BlockRange unmasked;  // those of them that need no test of single elements
+  RowOrigin q;          // of Q and dO
+  int first_chunk;      // of head 0; the next head's is QueryBlocks::count away
+  int steps;
+};
+
+// What consumers need to know of a step; the query warp writes it beside Q.
+struct alignas(16) Step {
+  BlockMask mask;
+  int is_masked;  // 0: every query sees every key
+};
+
 // By keys: how a tile ends.
 struct KeyTileEnd {
   // Arrives: each consumer warp, when its part of dV, or of dK, is staged; after its last dQ of the tile. Waits: the
@@ -39,11 +54,12 @@ struct BackwardStorage {
   alignas(1024) Element exchange[Traits::kExchangeTiles][Traits::kTileN * Traits::kTileM];
   // dQ of a step, or half of its columns, in the order of the warpgroup's registers.
   alignas(128) float dq[kBackwardWarpgroups][dq_slot_floats(Traits::kConfig)];
+  Step step[Traits::kQStages];
   alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kTileM];
 
-  // Arrives: TMA through the query warp (Q with lse) and the output-gradient warp (dO with delta). Waits: both consumer
-  // warpgroups.
+  // Arrives: TMA through the query warp (Q with lse and what the step is) and the output-gradient warp (dO with delta).
+  // Waits: both consumer warpgroups.
   Barrier q_full[Traits::kQStages];
   Barrier dout_full[Traits::kDoutStages];
   // Arrives: each consumer warp. Waits: the query and the output-gradient warp.
@@ -70,7 +86,7 @@ struct BackwardStorage {
   // Arrives: each of them. Waits: the query warp.
   Barrier tile_empty[kTileSlots];
 
-  Tile tile[kTileSlots];  // block < 0: no more work
+  BackwardTile tile[kTileSlots];  // block < 0: no more work
   [[no_unique_address]] std::conditional_t<Traits::kByKeys, KeyTileEnd, NoTileEnd> end;
 
   FLASHHOPPER_DEVICE void init_barriers() {

@@ -153,18 +153,28 @@ void set_problem(Params& params, Sizes const& sizes, double softmax_scale, int d
   params.sm_margin = sm_margin;
 }
 
-// Plans do not depend on the scale.
-py::dict forward_plan(Sizes const& sizes, int dtype, int sm_margin, int num_sms) {
+// Plans do not depend on the scale. totals: rows of q and k of a packed batch, {0, 0} for a dense one.
+py::dict forward_plan(Sizes const& sizes, int dtype, int sm_margin, int num_sms, std::array<int64_t, 2> const& totals) {
   flashhopper_forward_params params{};
   set_problem(params, sizes, 1.0, dtype, sm_margin);
+  params.total_q = totals[0];
+  params.total_k = totals[1];
+  static int32_t const some_offsets = 0;  // that there are any makes the batch packed; plans do not read them
+  if (params.total_q > 0) params.cu_seqlens_q = params.cu_seqlens_k = &some_offsets;
   flashhopper_plan plan;
   check(flashhopper_forward_get_plan(&params, num_sms, &plan));
   return to_dict(plan);
 }
 
-py::dict backward_plan(Sizes const& sizes, int dtype, int sm_margin, bool deterministic, int num_sms) {
+// totals: rows of q and k of a packed batch, {0, 0} for a dense one.
+py::dict backward_plan(Sizes const& sizes, int dtype, int sm_margin, bool deterministic, int num_sms,
+                       std::array<int64_t, 2> const& totals) {
   flashhopper_backward_params params{};
   set_problem(params, sizes, 1.0, dtype, sm_margin);
+  params.total_q = totals[0];
+  params.total_k = totals[1];
+  static int32_t const some_offsets = 0;  // that there are any makes the batch packed; plans do not read them
+  if (params.total_q > 0) params.cu_seqlens_q = params.cu_seqlens_k = &some_offsets;
   params.deterministic = deterministic;
   flashhopper_plan plan;
   check(flashhopper_backward_get_plan(&params, num_sms, &plan));
@@ -174,18 +184,63 @@ py::dict backward_plan(Sizes const& sizes, int dtype, int sm_margin, bool determ
 // Address, batch stride, row stride, head stride.
 using Tensor = std::array<int64_t, 4>;
 
-void backward(std::array<Tensor, 8> const& tensors, intptr_t lse, intptr_t dlse, intptr_t workspace, Sizes const& sizes,
-              double softmax_scale, int dtype, int sm_margin, bool deterministic, intptr_t stream) {
+// A forward with all options. addresses, 0 for what the call lacks: lse, workspace, sink, cu_seqlens_q, cu_seqlens_k,
+// seqused_q, seqused_k, packed_workspace. totals as in forward_plan.
+void forward(std::array<Tensor, 4> const& tensors, std::array<intptr_t, 8> const& addresses, Sizes const& sizes,
+             std::array<int64_t, 2> const& totals, double softmax_scale, double softcap, int dtype, int sm_margin,
+             intptr_t stream) {
+  flashhopper_forward_params params{};
+  flashhopper_tensor* const targets[] = {&params.q, &params.k, &params.v, &params.out};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    *targets[i] = {reinterpret_cast<void*>(tensors[i][0]), tensors[i][1], tensors[i][2], tensors[i][3]};
+  }
+  auto const integers = [&](size_t i) { return reinterpret_cast<int32_t const*>(addresses[i]); };
+  params.lse = reinterpret_cast<float*>(addresses[0]);
+  params.workspace = reinterpret_cast<void*>(addresses[1]);
+  params.sink = reinterpret_cast<float const*>(addresses[2]);
+  params.cu_seqlens_q = integers(3);
+  params.cu_seqlens_k = integers(4);
+  params.seqused_q = integers(5);
+  params.seqused_k = integers(6);
+  params.packed_workspace = reinterpret_cast<void*>(addresses[7]);
+  set_problem(params, sizes, softmax_scale, dtype, sm_margin);
+  params.total_q = totals[0];
+  params.total_k = totals[1];
+  params.softcap = static_cast<float>(softcap);
+  params.stream = reinterpret_cast<void*>(stream);
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = flashhopper_forward(&params);
+  }
+  check(status);
+}
+
+// addresses, 0 for what the call lacks: lse, dlse, sink, dsink, workspace, cu_seqlens_q, cu_seqlens_k, seqused_q,
+// seqused_k. totals as in backward_plan.
+void backward(std::array<Tensor, 8> const& tensors, std::array<intptr_t, 9> const& addresses, Sizes const& sizes,
+              std::array<int64_t, 2> const& totals, double softmax_scale, double softcap, int dtype, int sm_margin,
+              bool deterministic, intptr_t stream) {
   flashhopper_backward_params params{};
   flashhopper_tensor* const targets[] = {&params.q,    &params.k,  &params.v,  &params.out,
                                          &params.dout, &params.dq, &params.dk, &params.dv};
   for (size_t i = 0; i < tensors.size(); ++i) {
     *targets[i] = {reinterpret_cast<void*>(tensors[i][0]), tensors[i][1], tensors[i][2], tensors[i][3]};
   }
-  params.lse = reinterpret_cast<float const*>(lse);
-  params.dlse = reinterpret_cast<float const*>(dlse);
-  params.workspace = reinterpret_cast<void*>(workspace);
+  auto const integers = [&](size_t i) { return reinterpret_cast<int32_t const*>(addresses[i]); };
+  params.lse = reinterpret_cast<float const*>(addresses[0]);
+  params.dlse = reinterpret_cast<float const*>(addresses[1]);
+  params.sink = reinterpret_cast<float const*>(addresses[2]);
+  params.dsink = reinterpret_cast<float*>(addresses[3]);
+  params.workspace = reinterpret_cast<void*>(addresses[4]);
+  params.cu_seqlens_q = integers(5);
+  params.cu_seqlens_k = integers(6);
+  params.seqused_q = integers(7);
+  params.seqused_k = integers(8);
+  params.total_q = totals[0];
+  params.total_k = totals[1];
   set_problem(params, sizes, softmax_scale, dtype, sm_margin);
+  params.softcap = static_cast<float>(softcap);
   params.deterministic = deterministic;
   params.stream = reinterpret_cast<void*>(stream);
   int status;
@@ -338,10 +393,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("workspace_bytes", &flashhopper_workspace_bytes);
   module.def("forward_configs", [] { return configs(flashhopper_forward_get_config); });
   module.def("backward_configs", [] { return configs(flashhopper_backward_get_config); });
+  module.def("packed_workspace_bytes", &flashhopper_packed_workspace_bytes, py::arg("batch"), py::arg("total_q"));
   module.def("forward_plan", &forward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
-             py::arg("num_sms"));
+             py::arg("num_sms"), py::arg("totals") = std::array<int64_t, 2>{0, 0});
+  module.def("forward", &forward);
   module.def("backward_plan", &backward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
-             py::arg("deterministic"), py::arg("num_sms"));
+             py::arg("deterministic"), py::arg("num_sms"), py::arg("totals") = std::array<int64_t, 2>{0, 0});
   module.def("backward", &backward);
   module.def("quantize", &quantize);
   module.def("transpose_values", &transpose_values);

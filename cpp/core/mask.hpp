@@ -13,6 +13,19 @@ struct BlockRange {
   FLASHHOPPER_HOST_DEVICE int size() const { return end > begin ? end - begin : 0; }
 };
 
+// The two bounds of a mask; -1 where one hides nothing.
+struct Window {
+  int left;
+  int right;
+};
+
+// The element test of one block of keys and queries, counted from its corner: query c sees key r of it where
+// lo <= c - r < hi and r < keys. Queries past the end are not tested.
+struct BlockMask {
+  int lo, hi;
+  int keys;
+};
+
 // Query i sees keys j with  i + shift - window_left <= j <= i + shift + window_right,  shift = seqlen_k - seqlen_q
 // (bottom-right alignment); a negative window is unbounded, causal attention is window_right = 0.
 struct Mask {
@@ -44,6 +57,13 @@ struct Mask {
     return {ceil_div(key_begin(last_row), tile_n), key_end(row_begin) / tile_n};
   }
 
+  FLASHHOPPER_HOST_DEVICE BlockMask block(int first_key, int first_query) const {
+    constexpr int kFar = 1 << 30;
+    int const diagonal = first_key - shift() - first_query;
+    return {window_right < 0 ? -kFar : diagonal - window_right, window_left < 0 ? kFar : diagonal + window_left + 1,
+            seqlen_k - first_key};
+  }
+
   // The same seen from the keys, for the backward: queries that see a key are [query_begin, query_end).
   FLASHHOPPER_HOST_DEVICE int query_begin(int key) const {
     return window_right < 0 ? 0 : max_of(0, min_of(seqlen_q, key - shift() - window_right));
@@ -56,7 +76,7 @@ struct Mask {
   FLASHHOPPER_HOST_DEVICE BlockRange visited_queries(int key_begin, int key_end, int tile_m) const {
     int const last_key = min_of(key_end, seqlen_k) - 1;
     int const begin = query_begin(key_begin), end = query_end(last_key);
-    return begin < end ? BlockRange{begin / tile_m, ceil_div(end, tile_m)} : BlockRange{0, 0};
+    return key_begin < seqlen_k && begin < end ? BlockRange{begin / tile_m, ceil_div(end, tile_m)} : BlockRange{0, 0};
   }
 
   // The visited query blocks whose every query sees every key of [key_begin, key_end).

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "core/platform.hpp"
+#include "core/seqlen.hpp"
 
 namespace flashhopper {
 
@@ -37,6 +37,42 @@ struct TileSchedule {
     int const batch = batch_head / heads;
     return {descending ? blocks - 1 - block : block, batch_head - batch * heads, batch};
   }
+};
+
+// A tile and the sequence that it is of.
+struct SequenceTile : Tile {
+  Sequence rows;
+};
+
+// Work tiles of a batch of sequences. Dense: one length for all. Packed: sequence after sequence in the order of the
+// list, and within each as TileSchedule has it.
+struct BatchSchedule {
+  TileSchedule dense;       // packed: of it, heads and descending are read
+  Sequence rows;            // of every sequence of a dense batch
+  PackedBlock const* list;  // null: dense
+  int const* list_size;     // blocks in the list
+  int tile;                 // rows of a block
+  bool by_keys;             // blocks are of keys, as in the backward, else of queries
+  // Packed: a section takes `group` heads, and further groups while the rows of the other side that they read over and
+  // over are no more than section_rows together.
+  int section_rows;
+  int group;
+
+  FLASHHOPPER_HOST_DEVICE bool is_packed() const { return list != nullptr; }
+  // Of places. Reads memory where the batch is packed.
+  FLASHHOPPER_HOST_DEVICE int total() const { return is_packed() ? *list_size * dense.heads : dense.total(); }
+
+  FLASHHOPPER_HOST_DEVICE SequenceTile at(int place) const {
+    if (!is_packed()) return {dense.at(place), rows};
+    PackedBlock const block = list[place / dense.heads];
+    int const blocks = ceil_div(by_keys ? block.rows.k.rows : block.rows.q.rows, tile);
+    int const other = max_of(1, by_keys ? block.rows.q.seqlen : block.rows.k.seqlen);
+    int const section_heads = min_of(dense.heads, max_of(1, section_rows / other) * group);
+    TileSchedule const schedule{blocks, dense.heads, dense.heads, section_heads, dense.descending};
+    Tile const tile = schedule.at(place - block.first * dense.heads);
+    return {{tile.block, tile.head, block.sequence}, block.rows};
+  }
+  FLASHHOPPER_HOST_DEVICE void put(int place, SequenceTile& tile) const { tile = at(place); }
 };
 
 inline constexpr int64_t kL2SectionBytes = 32 << 20;

@@ -15,6 +15,8 @@ inline constexpr int kRowsPerThread = 2;
 FLASHHOPPER_HOST_DEVICE constexpr int accumulator_row(int e) { return (e >> 1) & 1; }
 FLASHHOPPER_HOST_DEVICE constexpr int accumulator_column(int e) { return 8 * (e >> 2) + (e & 1); }
 
+inline constexpr float kLog2e = 1.44269504088896340736f;
+
 // The hardware's logarithm and reciprocal are good to about 2^-22, far below what 16-bit results can show.
 FLASHHOPPER_HOST_DEVICE float fast_log2(float x) {
 #if defined(__CUDA_ARCH__)
@@ -53,6 +55,30 @@ FLASHHOPPER_HOST_DEVICE float fast_exp2(float x) {
   return std::exp2(x);
 #endif
 }
+
+// softcap * tanh(softmax_scale * score / softcap), up to a constant that the softmax does not see: tanh(x) is
+// 2 / (1 + e^-2x) - 1, and the hardware's exponential and reciprocal keep its absolute error below 2^-22, where the
+// hardware's tangent has 2^-11. A capped score is 1 / (1 + 2^-(factor * score)), in [0, 1]; softmax_scale_log2 is then
+// 2 * softcap * log2(e), and lse is `shift` too large.
+struct SoftCap {
+  float factor;         // 2 * log2(e) * softmax_scale / softcap; 0: no cap
+  float shift;          // softcap
+  float inverse = 0.f;  // 1 / softmax_scale_log2; the backward alone needs it
+
+  template <int kElements>
+  FLASHHOPPER_HOST_DEVICE void apply(float (&scores)[kElements]) const {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kElements; ++e) scores[e] = fast_reciprocal(1.f + fast_exp2(-factor * scores[e]));
+  }
+
+  // The cap's derivative, 1 - tanh^2, where the capped score gave the probability 2^(score / inverse - lse_log2): from
+  // that, for nobody has the registers to keep the score. 0 where the probability is 0, whose logarithm is infinite;
+  // fmaxf returns the number of a number and a NaN.
+  FLASHHOPPER_HOST_DEVICE float slope(float probability, float lse_log2) const {
+    float const capped = (fast_log2(probability) + lse_log2) * inverse;
+    return fmaxf(4.f * capped * (1.f - capped), 0.f);
+  }
+};
 
 // Reductions over the four threads that share a row. On the host one thread owns its rows alone.
 FLASHHOPPER_HOST_DEVICE float quad_max(float x) {
@@ -113,15 +139,20 @@ struct OnlineSoftmax {
   }
 
   // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural
-  // log-sum-exp.
-  FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
+  // log-sum-exp. sink: a score, in base 2, that joins the sum and has no value. It may be far above the maximum, so the
+  // sum is rescaled to the larger of them; without a sink that multiplies by exactly 1.
+  FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread],
+                                      float sink = -INFINITY) {
     constexpr float kLn2 = 0.69314718055994530942f;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.f;  // the maximum itself adds 1; NaN scores give a NaN sum and stay visible
-      normalise[r] = empty ? 0.f : fast_reciprocal(sum);
-      lse[r] = empty ? -INFINITY : (offset(row_max[r]) + fast_log2(sum)) * kLn2;
+      float const base = offset(row_max[r]), largest = empty ? sink : fmaxf(base, sink);
+      float const decay = empty ? 0.f : fast_exp2(base - largest);
+      float const total = empty ? 1.f : sum * decay + fast_exp2(sink - largest);
+      normalise[r] = decay * fast_reciprocal(total);
+      lse[r] = (largest + fast_log2(total)) * kLn2;
     }
   }
 

@@ -2,6 +2,9 @@
 // memory, the other warps read them. Forward and backward storage hold the ring: tile[], tile_full[], tile_empty[].
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "core/barriers.hpp"
 #include "core/config.hpp"
 #include "core/scheduler.hpp"
@@ -9,25 +12,34 @@
 namespace flashhopper {
 
 // Takes tiles from the device-wide counter; one thread of the CTA.
-template <class Storage>
+template <class Storage, class Schedule>
 struct TileSource {
   int* counters;  // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
-  TileSchedule const& schedule;
+  Schedule const& schedule;
   Storage& storage;
+  int const total;
   RingPosition<kTileSlots> position;
 
+  FLASHHOPPER_DEVICE TileSource(int* counters, Schedule const& schedule, Storage& storage)
+      : counters(counters), schedule(schedule), storage(storage), total(schedule.total()) {}
+
+  // Both return the slot that holds the tile; its block is negative after the last.
   // The CTA's first tile is its block index, later ones come from the counter.
-  FLASHHOPPER_DEVICE Tile first() { return publish(static_cast<int>(blockIdx.x)); }
-  FLASHHOPPER_DEVICE Tile next() { return publish(take()); }
+  FLASHHOPPER_DEVICE int first() { return publish(static_cast<int>(blockIdx.x)); }
+  FLASHHOPPER_DEVICE int next() { return publish(take()); }
   // The two halves of next(), for a caller that has work to do while the counter answers.
   FLASHHOPPER_DEVICE int take() { return atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x); }
-  FLASHHOPPER_DEVICE Tile publish(int place) {
-    Tile const tile = place < schedule.total() ? schedule.at(place) : Tile{-1, 0, 0};
-    storage.tile_empty[position.slot].wait(position.phase ^ 1);
-    storage.tile[position.slot] = tile;
-    storage.tile_full[position.slot].arrive();
+  FLASHHOPPER_DEVICE int publish(int place) {
+    int const slot = position.slot;
+    storage.tile_empty[slot].wait(position.phase ^ 1);
+    if (place < total) {
+      schedule.put(place, storage.tile[slot]);
+    } else {
+      storage.tile[slot].block = -1;
+    }
+    storage.tile_full[slot].arrive();
     position.advance();
-    return tile;
+    return slot;
   }
 
   // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
@@ -43,6 +55,8 @@ struct TileSource {
 // How the warps that follow the scheduler read its tiles; one arrival a warp hands the slot back.
 template <class Storage>
 struct TileReader {
+  using Tile = std::remove_reference_t<decltype(std::declval<Storage>().tile[0])>;
+
   Storage& storage;
   RingPosition<kTileSlots> position;
 
@@ -64,6 +78,8 @@ struct TileReader {
     __syncwarp();
     if (is_elected) storage.tile_empty[slot].arrive();
   }
+  // Its return by one thread that stands for its warp.
+  FLASHHOPPER_DEVICE void hand_back(int slot) { storage.tile_empty[slot].arrive(); }
   // Called by a whole warp; every lane has its copy before the slot is handed back.
   FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {
     read(tile);

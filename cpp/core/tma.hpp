@@ -9,7 +9,7 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/barriers.hpp"
-#include "core/platform.hpp"
+#include "core/seqlen.hpp"
 
 namespace flashhopper {
 
@@ -18,17 +18,18 @@ enum class L2Hint : uint64_t {
   kEvictLast = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
 };
 
-// Loads rows [row, row + kRows) of one head, columns from first_column, into smem, one box of kBoxColumns after
-// another. Rows and columns outside the tensor arrive as zeros; the barrier always counts the bytes of the full boxes,
-// and more_bytes that other loads bring.
+// Loads rows [row, row + kRows) of one head of a sequence (core/seqlen.hpp), columns from first_column, into smem, one
+// box of kBoxColumns after another. Rows past its end and columns outside the tensor arrive as zeros; the barrier
+// always counts the bytes of the full boxes, and more_bytes that other loads bring.
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
-FLASHHOPPER_DEVICE void tma_load_tile(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem, int row,
-                                      int head, int batch, int more_bytes = 0, int first_column = 0) {
+FLASHHOPPER_DEVICE void tma_load_sequence(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem,
+                                          RowOrigin const& origin, int wrap, int row, int head, int first_column = 0,
+                                          int more_bytes = 0) {
   full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)} + more_bytes);
   FLASHHOPPER_UNROLL
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows,
-                                 first_column + column, row, head, batch);
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.state, static_cast<uint64_t>(hint), smem + column * kRows,
+                                 first_column + column, origin.row + row, head, origin.outer, wrap);
   }
 }
 
@@ -40,12 +41,13 @@ FLASHHOPPER_DEVICE void bulk_load(void const* source, Barrier& full, void* smem,
                : "memory");
 }
 
-// Stores a tile the same way; rows and columns outside the tensor are dropped. The caller commits and waits.
+// Stores a tile the same way; rows and columns outside the sequence are dropped. The caller commits and waits.
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
-FLASHHOPPER_DEVICE void tma_store_tile(CUtensorMap const& map, Element const* smem, int row, int head, int batch) {
+FLASHHOPPER_DEVICE void tma_store_sequence(CUtensorMap const& map, Element const* smem, RowOrigin const& origin,
+                                           int wrap, int row, int head) {
   FLASHHOPPER_UNROLL
   for (int column = 0; column < kHeadDim; column += kBoxColumns) {
-    cute::SM90_TMA_STORE_4D::copy(&map, smem + column * kRows, column, row, head, batch);
+    cute::SM90_TMA_STORE_5D::copy(&map, smem + column * kRows, column, origin.row + row, head, origin.outer, wrap);
   }
 }
 

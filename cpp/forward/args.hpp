@@ -6,25 +6,36 @@
 #include "core/config8.hpp"
 #include "core/mask.hpp"
 #include "core/scheduler.hpp"
+#include "core/softmax.hpp"
 
 namespace flashhopper {
 
-// (batch, seqlen_q, heads, head_dim_v), strides in elements; address and strides are multiples of 16 bytes.
+// (batch, seqlen_q, heads, head_dim_v), strides in elements; address and strides are multiples of 16 bytes. Of a packed
+// batch (total_q, heads, head_dim_v), with batch_stride 0.
 struct OutputTensor {
   void* data;
   int64_t batch_stride, row_stride, head_stride;
   int head_dim_v;
 };
 
+// (batch, heads, seqlen_q) contiguous; of a packed batch (heads, total_q), with batch_stride 0.
+struct LseTensor {
+  float* data;
+  int64_t batch_stride, head_stride;
+};
+
 struct ForwardArgs {
   CUtensorMap q, k, v;  // boxes: 64 rows for q (one consumer warpgroup), tile_n rows for k and v
   OutputTensor out;
-  float* lse;                // (batch, heads, seqlen_q)
+  LseTensor lse;
+  float const* sink;         // (heads), natural log; null: none
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
-  float softmax_scale_log2;  // softmax_scale * log2(e)
-  int group;                 // heads / kv_heads
-  Mask mask;
-  TileSchedule schedule;
+  float softmax_scale_log2;  // turns scores, after the cap if there is one, into base 2
+  SoftCap softcap;
+  int group;  // heads / kv_heads
+  int wrap;   // coordinate of the tensor maps' last dimension, core/seqlen.hpp
+  Window window;
+  BatchSchedule schedule;
 };
 
 // What 8-bit operands bring along. Element = data * scale; a block of 0 rows means one scale for the whole head.
@@ -43,20 +54,26 @@ struct Forward8Args : ForwardArgs {
 
 // Index of a tile's (batch, kv head).
 FLASHHOPPER_DEVICE int64_t kv_head_of(ForwardArgs const& args, Tile const& tile) {
-  return int64_t{tile.batch} * (args.schedule.heads / args.group) + tile.head / args.group;
+  return int64_t{tile.batch} * (args.schedule.dense.heads / args.group) + tile.head / args.group;
+}
+
+// The mask of a tile's sequence.
+FLASHHOPPER_DEVICE Mask mask_of(ForwardArgs const& args, SequenceTile const& tile) {
+  return {tile.rows.q.seqlen, tile.rows.k.seqlen, args.window.left, args.window.right};
 }
 
 // The key blocks of a tile; producer and consumers pass over tiles that have none.
 template <class Traits>
-FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, Tile const& tile) {
+FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   int const row_begin = tile.block * Traits::kTileM;
-  return args.mask.visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+  if (row_begin >= tile.rows.q.seqlen) return {0, 0};
+  return mask_of(args, tile).visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
 }
 // Those of them that need no test of single elements.
 template <class Traits>
-FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, Tile const& tile) {
+FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   int const row_begin = tile.block * Traits::kTileM;
-  return args.mask.unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+  return mask_of(args, tile).unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
 }
 
 }  // namespace flashhopper

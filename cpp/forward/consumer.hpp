@@ -58,21 +58,22 @@ struct ForwardConsumer {
     ring.advance();
   }
 
-  // Scores outside the mask become -inf. first_row: sequence position of the thread's accumulator row 0.
-  FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], int first_row, int n) const {
+  // Scores of key block n outside the mask become -inf.
+  FLASHHOPPER_DEVICE void apply_mask(float (&scores)[kScores], SequenceTile const& tile, int n) const {
     int const origin = n * Traits::kTileN + thread_column;
+    Mask const mask = mask_of(args, tile);
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const end = args.mask.key_end(first_row + 8 * r) - origin;
+      int const end = mask.key_end(first_row(tile) + 8 * r) - origin;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         if (accumulator_row(e) == r && accumulator_column(e) >= end) scores[e] = -INFINITY;
       }
     }
-    if (args.mask.window_left < 0) return;  // the same for all threads
+    if (mask.window_left < 0) return;  // the same for all threads
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const begin = args.mask.key_begin(first_row + 8 * r) - origin;
+      int const begin = mask.key_begin(first_row(tile) + 8 * r) - origin;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         if (accumulator_row(e) == r && accumulator_column(e) < begin) scores[e] = -INFINITY;
@@ -84,10 +85,12 @@ struct ForwardConsumer {
   FLASHHOPPER_DEVICE int next_tile(TileReader<ForwardStorage<Traits>>& reader) const {
     while (true) {
       int const slot = reader.await();
-      Tile const& tile = storage.tile[slot];
+      SequenceTile const& tile = storage.tile[slot];
       if (tile.block < 0) return -1;
       if (visited_blocks<Traits>(args, tile).size() > 0) return slot;
-      store_nothing_seen<Traits::kHeadDimV>(args, tile, first_row(tile), lane);
+      StoredRows const rows{0, tile.rows.q.seqlen};
+      store_nothing_seen<Traits::kHeadDimV>(args, tile, rows, sink_of(args, tile), first_row(tile), lane);
+      store_unused<Traits::kHeadDimV>(args, tile, first_row(tile), lane);
       reader.hand_back(slot, lane == 0);
     }
   }

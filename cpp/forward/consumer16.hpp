@@ -63,7 +63,7 @@ struct Consumer16 : ForwardConsumer<Traits> {
     if (warpgroup == Traits::kWarpgroups - 1) this->pass_turn();  // to warpgroup 0, which goes first
     start_tile();
     while (slot >= 0) {
-      Tile const& tile = storage.tile[slot];
+      SequenceTile const& tile = storage.tile[slot];
       BlockRange const blocks = visited_blocks<Traits>(args, tile);
       BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
       OnlineSoftmax softmax(args.softmax_scale_log2);
@@ -74,8 +74,9 @@ struct Consumer16 : ForwardConsumer<Traits> {
       // front of it, tied to the first exponential, holds it down (scripts/check_sass.py verifies).
       auto finish_scores = [&](int n, auto pv_in_flight) {
         warpgroup_fence_operand(tSrS);
+        if (args.softcap.factor != 0.f) args.softcap.apply(scores);
         // Whether a block needs the element mask is the same for all threads of the CTA.
-        if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, this->first_row(tile), n);
+        if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, tile, n);
         rescale[0] = softmax.raise_max(scores, 0);
         rescale[1] = softmax.raise_max(scores, 1);
         softmax.exponentiate(scores, 0);
@@ -102,6 +103,7 @@ struct Consumer16 : ForwardConsumer<Traits> {
       }
       this->release(storage.q_empty[warpgroup], at_q);
       issue_pv();
+      float const sink = sink_of(args, tile);  // asked for here: what follows hides its latency
       int const done = slot;
       slot = this->next_tile(reader);
       // With a second slot the next queries are there, and their first scores keep the tensor cores busy while this
@@ -110,10 +112,13 @@ struct Consumer16 : ForwardConsumer<Traits> {
       finish_pv(Int<(Traits::kQStages > 1)>{});
 
       float normalise[kRowsPerThread], lse[kRowsPerThread];
-      softmax.finish(normalise, lse);
+      softmax.finish(normalise, lse, (sink + args.softcap.shift) * kLog2e);
       multiply_rows(outputs, normalise);
-      store_lse(args, tile, lse, this->first_row(tile), lane);
-      store_output<Element>(args, tile, outputs, this->first_row(tile), lane);
+      for (float& value : lse) value -= args.softcap.shift;
+      int const first_row = this->first_row(tile);
+      store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
+      store_output<Element>(args, tile, outputs, first_row, lane);
+      store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
       reader.hand_back(done, lane == 0);
       if constexpr (Traits::kQStages == 1) start_tile();
     }

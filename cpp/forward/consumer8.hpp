@@ -94,7 +94,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     if (warpgroup == Traits::kWarpgroups - 1) this->pass_turn();  // to warpgroup 0, which goes first
     start_tile();
     while (slot >= 0) {
-      Tile const& tile = storage.tile[slot];
+      SequenceTile const& tile = storage.tile[slot];
       BlockRange const blocks = visited_blocks<Traits>(args, tile);
       ScaledSoftmax softmax;
       float q_factor[kRowsPerThread], rescale[kRowsPerThread];
@@ -218,9 +218,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
 
  private:
   // What turns a raw score of this row into base 2, apart from the key block's scale.
-  FLASHHOPPER_DEVICE float query_factor(Tile const& tile, int row) const {
-    row = min_of(row, args.mask.seqlen_q - 1);
-    int64_t const head = int64_t{tile.batch} * args.schedule.heads + tile.head;
+  FLASHHOPPER_DEVICE float query_factor(SequenceTile const& tile, int row) const {
+    row = min_of(row, tile.rows.q.seqlen - 1);
+    int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
     return args.q_scale[head * args.q_scales + (args.q_block > 0 ? row / args.q_block : 0)] * args.softmax_scale_log2;
   }
 
@@ -229,9 +229,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
   // the compiler from doing so.
   FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int slot, int n) const {
     asm volatile("" : "+r"(slot));
-    Tile const& tile = storage.tile[slot];
+    SequenceTile const& tile = storage.tile[slot];
     BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
-    if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, this->first_row(tile), n);
+    if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, tile, n);
   }
 
   // Registers in the order of ProbabilityLayout8: the keys of two accumulator groups of one row in each.
@@ -244,18 +244,18 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
   // Normalises, adds the means that were taken from K and V, and stores.
-  FLASHHOPPER_DEVICE void finish_rows(Tile const& tile, float (&outputs)[kOutputs],
+  FLASHHOPPER_DEVICE void finish_rows(SequenceTile const& tile, float (&outputs)[kOutputs],
                                       float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
     int const first_row = this->first_row(tile);
     if (args.lse_shift != nullptr) {
-      int64_t const head = int64_t{tile.batch} * args.schedule.heads + tile.head;
+      int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
       FLASHHOPPER_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) {
-        int const row = min_of(first_row + 8 * r, args.mask.seqlen_q - 1);
-        lse[r] += args.softmax_scale * args.lse_shift[head * args.mask.seqlen_q + row];
+        int const row = min_of(first_row + 8 * r, tile.rows.q.seqlen - 1);
+        lse[r] += args.softmax_scale * args.lse_shift[head * tile.rows.q.seqlen + row];
       }
     }
-    store_lse(args, tile, lse, first_row, lane);
+    store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kOutputs; ++e) outputs[e] *= normalise[accumulator_row(e)];
     if (args.v_mean != nullptr) {

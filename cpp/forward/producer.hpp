@@ -24,26 +24,31 @@ FLASHHOPPER_DEVICE float2 block_scales(Forward8Args const& args, Tile const& til
 template <class Traits>
 FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& args, ForwardStorage<Traits>& storage) {
   RingPosition<Traits::kStages> at_k, at_v;
-  int v_row = -1, v_head = 0, v_batch = 0;  // the value block that is due, none while v_row < 0
+  // The value block that is due, none while v_row < 0. Its tile's slot is still there: consumers have yet to use it.
+  int v_row = -1, v_tile = 0;
   auto load_due_values = [&] {
     if (v_row < 0) return;
     storage.v_empty[at_v.slot].wait(at_v.phase ^ 1);
+    KeyPlace const v = storage.keys[v_tile];
     if constexpr (Traits::kIs8Bit) {  // V lies transposed
-      tma_load_tile<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(
-          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], 0, v_head, v_batch, 0, v_row);
+      tma_load_sequence<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(args.v, storage.v_full[at_v.slot],
+                                                                           L2Hint::kEvictLast, storage.v[at_v.slot],
+                                                                           v.origin, args.wrap, 0, v.kv_head, v_row);
     } else {
-      tma_load_tile<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
-          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v_row, v_head, v_batch);
+      tma_load_sequence<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v.origin, args.wrap, v_row,
+          v.kv_head);
     }
     at_v.advance();
     v_row = -1;
   };
 
-  TileSource<ForwardStorage<Traits>> source{args.workspace, args.schedule, storage};
-  Tile tile = source.first();
-  while (tile.block >= 0) {
+  TileSource source(args.workspace, args.schedule, storage);
+  int slot = source.first();
+  while (storage.tile[slot].block >= 0) {
+    SequenceTile const& tile = storage.tile[slot];
     BlockRange const blocks = visited_blocks<Traits>(args, tile);
-    int const kv_head = tile.head / args.group;
+    storage.keys[slot] = {row_origin(args.wrap != 0, tile.rows.k, tile.batch), tile.head / args.group};
     int place = -1;
     if (blocks.size() == 0) {
       // A tile without keys brings no block that the last values could trail: consumers would wait for them for ever.
@@ -62,16 +67,16 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
       } else {
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
       }
-      tma_load_tile<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(args.k, storage.k_full[at_k.slot],
-                                                                           L2Hint::kEvictLast, storage.k[at_k.slot],
-                                                                           n * Traits::kTileN, kv_head, tile.batch);
+      KeyPlace const k = storage.keys[slot];
+      tma_load_sequence<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
+          args.k, storage.k_full[at_k.slot], L2Hint::kEvictLast, storage.k[at_k.slot], k.origin, args.wrap,
+          n * Traits::kTileN, k.kv_head);
       at_k.advance();
       load_due_values();
       v_row = n * Traits::kTileN;
-      v_head = kv_head;
-      v_batch = tile.batch;
+      v_tile = slot;
     }
-    tile = source.publish(place);
+    slot = source.publish(place);
   }
   load_due_values();
   source.finish();
@@ -82,13 +87,14 @@ FLASHHOPPER_DEVICE void produce_queries(typename Traits::Args const& args, Forwa
                                         int warpgroup) {
   RingPosition<Traits::kQStages> at;
   TileReader<ForwardStorage<Traits>> reader{storage};
-  Tile tile;
+  SequenceTile tile;
   while (reader.next(tile)) {
     if (visited_blocks<Traits>(args, tile).size() == 0) continue;
     storage.q_empty[warpgroup][at.slot].wait(at.phase ^ 1);
-    tma_load_tile<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
+    tma_load_sequence<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
         args.q, storage.q_full[warpgroup][at.slot], L2Hint::kEvictFirst, storage.q[warpgroup][at.slot],
-        tile.block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head, tile.batch);
+        row_origin(args.wrap != 0, tile.rows.q, tile.batch), args.wrap,
+        tile.block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head);
     at.advance();
   }
 }

@@ -2,9 +2,16 @@
 #pragma once
 
 #include "core/barriers.hpp"
+#include "core/scheduler.hpp"
 #include "forward/traits.hpp"
 
 namespace flashhopper {
+
+// Where the keys of a tile's sequence and head lie.
+struct KeyPlace {
+  RowOrigin origin;
+  int kv_head;
+};
 
 template <class Traits>
 struct ForwardStorage {
@@ -31,7 +38,8 @@ struct ForwardStorage {
   // Arrives: each query warp and each consumer warp. Waits: the key-value warp.
   Barrier tile_empty[kTileSlots];
 
-  Tile tile[kTileSlots];  // block < 0: no more work
+  SequenceTile tile[kTileSlots];  // block < 0: no more work
+  KeyPlace keys[kTileSlots];      // of each tile; the key-value warp alone reads and writes them
   // 8 bits alone: the scales of the key block in a slot of K, and of the values that belong to it. There with K.
   float2 scales[Traits::kStages];
 

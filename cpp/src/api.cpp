@@ -9,6 +9,7 @@
 #include "core/check.hpp"
 #include "core/config.hpp"
 #include "dispatch.hpp"
+#include "packed/args.hpp"
 #include "tensor_map.hpp"
 
 namespace flashhopper {
@@ -39,6 +40,10 @@ char const* flashhopper_version(void) { return FLASHHOPPER_VERSION; }
 char const* flashhopper_last_error(void) { return last_error().c_str(); }
 
 int64_t flashhopper_workspace_bytes(void) { return 2 * sizeof(int); }
+
+int64_t flashhopper_packed_workspace_bytes(int64_t batch, int64_t total_q) {
+  return list_bytes(most_packed_blocks(batch, total_q, kWarpgroupRows));  // no config has smaller tiles
+}
 
 int flashhopper_get_environment(flashhopper_environment* environment) {
   return guarded([&] {

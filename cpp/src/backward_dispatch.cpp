@@ -7,6 +7,7 @@
 #include "core/heuristics.hpp"
 #include "dispatch.hpp"
 #include "instances.hpp"
+#include "packed/args.hpp"
 #include "problem.hpp"
 #include "tensor_map.hpp"
 
@@ -42,13 +43,38 @@ flashhopper_status choose_config(Problem const& p, int* index) {
 // In causal attention the first key blocks see the most queries: ascending order starts with the longest tiles. Where
 // dQ is summed in order they go from the last to the first, see backward/producer.hpp; heads are then the inner index,
 // so that the blocks of one head do not all wait for one another.
-TileSchedule make_schedule(Problem const& p, BackwardConfig const& config, Mask const& mask, bool deterministic) {
-  int64_t const row_bytes = 6 * config.head_dim + 2 * config.head_dim_v;  // q, the float sum of dq, dout
-  int64_t const head_bytes = p.heads / p.kv_heads * p.seqlen_q * row_bytes;
-  bool const uneven = mask.window_left >= 0 || mask.window_right >= 0 || deterministic;
-  return make_tile_schedule(ceil_div(static_cast<int>(p.seqlen_k), config.tile_n), static_cast<int>(p.batch),
-                            static_cast<int>(p.kv_heads), static_cast<int>(p.kv_heads), head_bytes, uneven,
-                            deterministic);
+BatchSchedule make_schedule(Problem const& p, BackwardConfig const& config, bool deterministic) {
+  Window const window = p.window();
+  bool const uneven = window.left >= 0 || window.right >= 0 || deterministic;
+  int const kv_heads = static_cast<int>(p.kv_heads);
+  // Of a kv head: q, the float sum of dq, dout.
+  int64_t const row_bytes = p.heads / p.kv_heads * (6 * config.head_dim + 2 * config.head_dim_v);
+  BatchSchedule schedule{};
+  schedule.tile = config.tile_n;
+  schedule.by_keys = true;
+  if (p.is_packed) {
+    schedule.dense.heads = kv_heads;
+    schedule.dense.descending = deterministic;
+    schedule.section_rows = uneven ? static_cast<int>(kL2SectionBytes / row_bytes) : 0;
+    schedule.group = 1;
+    return schedule;
+  }
+  int const seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
+  schedule.dense = make_tile_schedule(ceil_div(seqlen_k, config.tile_n), static_cast<int>(p.batch), kv_heads, kv_heads,
+                                      p.seqlen_q * row_bytes, uneven, deterministic);
+  schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
+  return schedule;
+}
+
+// Blocks of rows of all sequences; packed: at most, and one more for rows of none.
+int64_t count_blocks(Problem const& p, int64_t seqlen, int64_t total, int tile) {
+  return p.is_packed ? most_packed_blocks(p.batch, total, tile) : (seqlen + tile - 1) / tile * p.batch;
+}
+int64_t query_blocks(Problem const& p, BackwardConfig const& config) {
+  return count_blocks(p, p.seqlen_q, p.total_q, config.tile_m);
+}
+int64_t key_blocks(Problem const& p, BackwardConfig const& config) {
+  return count_blocks(p, p.seqlen_k, p.total_k, config.tile_n);
 }
 
 // Hands out consecutive parts of the workspace; from a null base it only counts.
@@ -71,47 +97,132 @@ struct Launch {
   int grid;
   int64_t workspace_bytes;
   BackwardArgs args;
+  ListArgs key_list, query_list;  // of a packed batch
 };
 
-TensorView view(flashhopper_tensor const& tensor) {
-  return {tensor.data, tensor.batch_stride, tensor.row_stride, tensor.head_stride};
+// The list of a packed batch's blocks, of keys or of queries, in the workspace.
+ListArgs take_list(flashhopper_backward_params const& p, bool by_keys, int tile, Arena* arena) {
+  auto const rows = [](int32_t const* cu_seqlens, int32_t const* seqused, int64_t total) {
+    return PackedRows{cu_seqlens, seqused, static_cast<int>(total)};
+  };
+  int64_t const capacity = most_packed_blocks(p.batch, by_keys ? p.total_k : p.total_q, tile);
+  ListArgs list{};
+  list.q = rows(p.cu_seqlens_q, p.seqused_q, p.total_q);
+  list.k = rows(p.cu_seqlens_k, p.seqused_k, p.total_k);
+  list.batch = static_cast<int>(p.batch);
+  list.tile = tile;
+  list.by_keys = by_keys;
+  list.capacity = static_cast<int>(capacity);
+  list.size = arena->take<int>(1);
+  list.blocks = arena->take<PackedBlock>(capacity);
+  return list;
+}
+
+void lay_out_workspace(flashhopper_backward_params const& params, Problem const& p, BackwardConfig const& config,
+                       Launch* launch) {
+  BackwardArgs& args = launch->args;
+  int64_t const chunks = query_blocks(p, config) * p.heads;
+  Arena arena{static_cast<char*>(params.workspace)};
+  args.dq_sum = arena.take<float>(chunks * config.tile_m * config.head_dim);
+  args.lse_log2 = arena.take<float>(chunks * config.tile_m);
+  args.delta = arena.take<float>(chunks * config.tile_m);
+  args.dsink_sums = arena.take<float>(chunks);
+  args.turns = params.deterministic ? arena.take<int>(chunks) : nullptr;
+  args.counters = arena.take<int>(2);
+  if (p.is_packed) {
+    launch->key_list = take_list(params, true, config.tile_n, &arena);
+    launch->query_list = take_list(params, false, config.tile_m, &arena);
+    args.schedule.list = launch->key_list.blocks;
+    args.schedule.list_size = launch->key_list.size;
+    args.query_blocks.list = launch->query_list.blocks;
+    args.query_blocks.list_size = launch->query_list.size;
+  }
+  launch->workspace_bytes = arena.used;
+}
+
+TensorView view(flashhopper_tensor const& tensor, bool is_packed) {
+  return {tensor.data, is_packed ? 0 : tensor.batch_stride, tensor.row_stride, tensor.head_stride};
+}
+
+// The cap's factor takes softmax_scale in, and what turns scores into base 2 is then the cap.
+void set_scale(flashhopper_backward_params const& p, BackwardArgs* args) {
+  args->softmax_scale = p.softmax_scale;
+  args->softmax_scale_log2 = p.softmax_scale * kLog2e;
+  if (p.softcap == 0.f) return;
+  args->softmax_scale_log2 = 2 * kLog2e * p.softcap;
+  args->softcap = {2 * kLog2e * p.softmax_scale / p.softcap, p.softcap, 1 / args->softmax_scale_log2};
 }
 
 flashhopper_status prepare(flashhopper_backward_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
+  FLASHHOPPER_RETURN_IF_ERROR(check_options(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   BackwardConfig const& config = kBackwardConfigs[launch->config_index];
-  int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
-  int64_t const n_blocks = (p.seqlen_k + config.tile_n - 1) / config.tile_n;
-  if (std::max(m_blocks, n_blocks) * p.batch > kMaxTiles / p.heads) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", p.batch, " x heads ", p.heads, " x ",
-                     std::max(m_blocks, n_blocks), " blocks exceed 2^31 work tiles: split the batch");
+  int64_t const m_blocks = query_blocks(p, config), n_blocks = key_blocks(p, config);
+  if (std::max(m_blocks, n_blocks) > kMaxTiles / p.heads) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "heads ", p.heads, " x ", std::max(m_blocks, n_blocks),
+                     " blocks of batch ", p.batch, " exceed 2^31 work tiles: split the batch");
   }
   BackwardArgs& args = launch->args;
-  int64_t const chunks = m_blocks * p.batch * p.heads;
-  Arena arena{static_cast<char*>(params.workspace)};
-  args.dq_sum = arena.take<float>(chunks * config.tile_m * config.head_dim);
-  args.lse_log2 = arena.take<float>(chunks * config.tile_m);
-  args.delta = arena.take<float>(chunks * config.tile_m);
-  args.turns = params.deterministic ? arena.take<int>(chunks) : nullptr;
-  args.counters = arena.take<int>(2);
-  launch->workspace_bytes = arena.used;
-  args.out = view(params.out);
-  args.dout_plain = view(params.dout);
-  args.dq = view(params.dq);
+  args.out = view(params.out, p.is_packed);
+  args.dout_plain = view(params.dout, p.is_packed);
+  args.dq = view(params.dq, p.is_packed);
   args.lse = params.lse;
   args.dlse = params.dlse;
-  args.softmax_scale = p.softmax_scale;
-  args.softmax_scale_log2 = p.softmax_scale * kLog2e;
+  args.lse_batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
+  args.lse_head_stride = p.is_packed ? p.total_q : p.seqlen_q;
+  args.sink = params.sink;
+  args.dsink = params.dsink;
+  set_scale(params, &args);
   args.heads = static_cast<int>(p.heads);
   args.group = static_cast<int>(p.heads / p.kv_heads);
   args.head_dim = static_cast<int>(p.head_dim);
   args.head_dim_v = static_cast<int>(p.head_dim_v);
-  args.m_blocks = static_cast<int>(m_blocks);
-  args.mask = p.mask();
-  args.schedule = make_schedule(p, config, args.mask, params.deterministic != 0);
-  launch->grid = std::min(args.schedule.total(), num_sms - p.sm_margin);
+  args.wrap = wrap_of(p.is_packed);
+  args.query_blocks.per_head = static_cast<int>(m_blocks);
+  args.query_blocks.count = static_cast<int>(p.is_packed ? m_blocks : m_blocks / p.batch);
+  args.window = p.window();
+  args.schedule = make_schedule(p, config, params.deterministic != 0);
+  lay_out_workspace(params, p, config, launch);
+  bool const has_keys = (p.is_packed ? p.total_k : p.seqlen_k) > 0;
+  launch->grid = has_keys ? static_cast<int>(std::min<int64_t>(n_blocks * p.kv_heads, num_sms - p.sm_margin)) : 0;
+  return FLASHHOPPER_OK;
+}
+
+// What TMA moves.
+flashhopper_status set_tensor_maps(flashhopper_backward_params const& p, BackwardConfig const& config,
+                                   BackwardArgs* args) {
+  int const columns = box_columns(config, config.head_dim), columns_v = box_columns(config, config.head_dim_v);
+  bool const is_packed = p.cu_seqlens_q != nullptr;
+  RowAddressing const addressing = is_packed ? RowAddressing::kPacked : RowAddressing::kDense;
+  struct Operand {
+    char const* name;
+    flashhopper_tensor const& tensor;
+    bool of_keys, of_values;
+    int box_rows;
+    CUtensorMap* map;
+  };
+  Operand const operands[] = {{"q", p.q, false, false, config.tile_m, &args->q},
+                              {"dout", p.dout, false, true, config.tile_m, &args->dout},
+                              {"k", p.k, true, false, config.tile_n, &args->k},
+                              {"v", p.v, true, true, config.tile_n, &args->v},
+                              {"dk", p.dk, true, false, dk_box_rows(config), &args->dk},
+                              {"dv", p.dv, true, true, config.tile_n, &args->dv}};
+  int64_t const rows[] = {is_packed ? p.total_q : p.seqlen_q, is_packed ? p.total_k : p.seqlen_k};
+  for (Operand const& x : operands) {
+    TensorMapSpec const spec = {x.name,
+                                x.tensor,
+                                p.batch,
+                                rows[x.of_keys],
+                                x.of_keys ? p.kv_heads : p.heads,
+                                x.of_values ? p.head_dim_v : p.head_dim,
+                                p.dtype,
+                                x.box_rows,
+                                x.of_values ? columns_v : columns,
+                                addressing};
+    FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(spec, x.map));
+  }
   return FLASHHOPPER_OK;
 }
 
@@ -145,9 +256,9 @@ flashhopper_status plan_backward(flashhopper_backward_params const& params, int 
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
   describe(kBackwardConfigs[launch.config_index], plan);
   plan->grid = launch.grid;
-  plan->tiles = launch.args.schedule.total();
-  plan->workspace_bytes = launch.workspace_bytes;
   Problem const p(params);
+  plan->tiles = key_blocks(p, kBackwardConfigs[launch.config_index]) * p.kv_heads;
+  plan->workspace_bytes = launch.workspace_bytes;
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
   double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
   double const d = static_cast<double>(p.head_dim), dv = static_cast<double>(p.head_dim_v);
@@ -167,25 +278,16 @@ flashhopper_status dispatch_backward(flashhopper_backward_params const& p) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, device.num_sms, &launch));
   BackwardConfig const& config = kBackwardConfigs[launch.config_index];
-  int const columns = box_columns(config, config.head_dim), columns_v = box_columns(config, config.head_dim_v);
-  BackwardArgs& args = launch.args;
-  struct Operand {
-    TensorMapSpec spec;
-    CUtensorMap* map;
-  };
-  Operand const operands[] = {
-      {{"q", p.q, p.batch, p.seqlen_q, p.heads, p.head_dim, p.dtype, config.tile_m, columns}, &args.q},
-      {{"dout", p.dout, p.batch, p.seqlen_q, p.heads, p.head_dim_v, p.dtype, config.tile_m, columns_v}, &args.dout},
-      {{"k", p.k, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, config.tile_n, columns}, &args.k},
-      {{"v", p.v, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v}, &args.v},
-      {{"dk", p.dk, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, dk_box_rows(config), columns}, &args.dk},
-      {{"dv", p.dv, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v}, &args.dv}};
-  for (Operand const& operand : operands) {
-    // Without keys there is no main kernel, and K and V may have no storage at all.
-    if (launch.grid > 0) FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(operand.spec, operand.map));
+  // Without keys there is no main kernel, and K and V may have no storage at all.
+  if (launch.grid > 0) FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &launch.args));
+  auto const stream = static_cast<cudaStream_t>(p.stream);
+  if (p.cu_seqlens_q != nullptr) {
+    cudaError_t error = launch_list_blocks(launch.key_list, device.index, stream);
+    if (error == cudaSuccess) error = launch_list_blocks(launch.query_list, device.index, stream);
+    if (error != cudaSuccess) return cuda_error("launching list_blocks_kernel", error);
   }
   LaunchFunction<BackwardArgs> const run = find_instance(kInstances, launch.config_index, p.dtype);
-  cudaError_t const error = run(args, launch.grid, device.index, static_cast<cudaStream_t>(p.stream));
+  cudaError_t const error = run(launch.args, launch.grid, device.index, stream);
   if (error == cudaSuccess) return FLASHHOPPER_OK;
   flashhopper_plan plan;
   describe(config, &plan);

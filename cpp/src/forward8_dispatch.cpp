@@ -80,7 +80,7 @@ flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sm
   FLASHHOPPER_RETURN_IF_ERROR(check_operands(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(params, p.mask(), &launch->config_index));
   Forward8Args& args = launch->args;
-  args.lse = params.lse;
+  args.lse.data = params.lse;
   args.workspace = static_cast<int*>(params.workspace);
   args.q_scale = params.q_scale;
   args.k_scale = params.k_scale;
@@ -109,7 +109,7 @@ flashhopper_status describe_forward8_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward8(flashhopper_forward8_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.args, launch.grid, plan);
+  describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.grid, plan);
   return FLASHHOPPER_OK;
 }
 
@@ -121,13 +121,14 @@ flashhopper_status dispatch_forward8(flashhopper_forward8_params const& p) {
   ForwardConfig const& config = kForward8Configs[launch.config_index];
   LaunchFunction<Forward8Args> const run = find_instance(kInstances, launch.config_index, p.format);
   int const box = box_columns(config.head_dim, 1);
+  constexpr RowAddressing kDense = RowAddressing::kDense;
   Forward8Args& args = launch.args;
   bool const has_keys = p.seqlen_k > 0;  // without, K and V may have no storage at all; their maps are never used then
-  TensorMapSpec const q = {"q", p.q, p.batch, p.seqlen_q, p.heads, p.columns, p.format, kWarpgroupRows, box};
-  TensorMapSpec const k = {"k", p.k, p.batch, p.seqlen_k, p.kv_heads, p.columns, p.format, config.tile_n, box};
+  TensorMapSpec const q = {"q", p.q, p.batch, p.seqlen_q, p.heads, p.columns, p.format, kWarpgroupRows, box, kDense};
+  TensorMapSpec const k = {"k", p.k, p.batch, p.seqlen_k, p.kv_heads, p.columns, p.format, config.tile_n, box, kDense};
   // Transposed: its rows are the columns of V.
-  TensorMapSpec const v = {"v",    p.v,      p.batch,           p.columns_v,  p.kv_heads,
-                           p.keys, p.format, config.head_dim_v, config.tile_n};
+  TensorMapSpec const v = {"v",    p.v,      p.batch,           p.columns_v,   p.kv_heads,
+                           p.keys, p.format, config.head_dim_v, config.tile_n, kDense};
   TensorMapSpec const specs[] = {q, has_keys ? k : q, has_keys ? v : q};
   FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));
   CUtensorMap* const maps[] = {&args.q, &args.k, &args.v};

@@ -7,39 +7,63 @@
 namespace flashhopper {
 namespace {
 
-TileSchedule make_schedule(Problem const& p, ForwardConfig const& config, Mask const& mask) {
-  int64_t const kv_head_bytes = p.seqlen_k * (config.head_dim + config.head_dim_v) * config.element_bytes;
-  bool const uneven = mask.window_left >= 0 || mask.window_right >= 0;
-  return make_tile_schedule(ceil_div(static_cast<int>(p.seqlen_q), config.tile_m), static_cast<int>(p.batch),
-                            static_cast<int>(p.heads), static_cast<int>(p.kv_heads), kv_head_bytes, uneven, uneven);
+BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config) {
+  Window const window = p.window();
+  bool const uneven = window.left >= 0 || window.right >= 0;
+  int const row_bytes = (config.head_dim + config.head_dim_v) * config.element_bytes;
+  int const heads = static_cast<int>(p.heads), kv_heads = static_cast<int>(p.kv_heads);
+  BatchSchedule schedule{};
+  schedule.tile = config.tile_m;
+  if (p.is_packed) {
+    schedule.dense.heads = heads;
+    schedule.dense.descending = uneven;
+    schedule.section_rows = uneven ? static_cast<int>(kL2SectionBytes / row_bytes) : 0;
+    schedule.group = heads / kv_heads;
+    return schedule;
+  }
+  int const seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
+  schedule.dense = make_tile_schedule(ceil_div(seqlen_q, config.tile_m), static_cast<int>(p.batch), heads, kv_heads,
+                                      p.seqlen_k * row_bytes, uneven, uneven);
+  schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
+  return schedule;
+}
+
+// Query blocks of one head; packed: at most.
+int64_t query_blocks(Problem const& p, ForwardConfig const& config) {
+  if (p.is_packed) return most_packed_blocks(p.batch, p.total_q, config.tile_m);
+  return (p.seqlen_q + config.tile_m - 1) / config.tile_m * p.batch;
 }
 
 }  // namespace
 
 flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, int num_sms, ForwardArgs* args,
                                  int* grid) {
-  int64_t const m_blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
-  if (m_blocks * p.batch > kMaxTiles / p.heads) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", p.batch, " x heads ", p.heads, " x ", m_blocks,
-                     " query blocks exceed 2^31 work tiles: split the batch");
+  int64_t const m_blocks = query_blocks(p, config);
+  if (m_blocks > kMaxTiles / p.heads) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "heads ", p.heads, " x ", m_blocks, " query blocks of batch ", p.batch,
+                     " exceed 2^31 work tiles: split the batch");
   }
-  args->mask = p.mask();
-  args->schedule = make_schedule(p, config, args->mask);
+  args->window = p.window();
+  args->wrap = wrap_of(p.is_packed);
+  args->schedule = make_schedule(p, config);
   args->softmax_scale_log2 = p.softmax_scale * kLog2e;
   args->group = static_cast<int>(p.heads / p.kv_heads);
-  *grid = std::min(args->schedule.total(), num_sms - p.sm_margin);
+  args->lse.batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
+  args->lse.head_stride = p.is_packed ? p.total_q : p.seqlen_q;
+  *grid = static_cast<int>(std::min<int64_t>(m_blocks * p.heads, num_sms - p.sm_margin));
   return FLASHHOPPER_OK;
 }
 
 flashhopper_status set_output(flashhopper_tensor const& out, Problem const& p, OutputTensor* output) {
   auto const is_aligned = [](int64_t stride, int64_t extent) { return extent <= 1 || stride % 8 == 0; };
-  if (reinterpret_cast<uintptr_t>(out.data) % 16 != 0 || !is_aligned(out.batch_stride, p.batch) ||
-      !is_aligned(out.row_stride, p.seqlen_q) || !is_aligned(out.head_stride, p.heads)) {
+  int64_t const batch_stride = p.is_packed ? 0 : out.batch_stride;
+  if (reinterpret_cast<uintptr_t>(out.data) % 16 != 0 || !is_aligned(batch_stride, p.batch) ||
+      !is_aligned(out.row_stride, p.is_packed ? p.total_q : p.seqlen_q) || !is_aligned(out.head_stride, p.heads)) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "out cannot be written in 16-byte pieces: address ", out.data,
                      ", strides in elements row ", out.row_stride, ", head ", out.head_stride, ", batch ",
                      out.batch_stride, "; the address must be a multiple of 16 bytes and each stride of 8 elements");
   }
-  *output = {out.data, out.batch_stride, out.row_stride, out.head_stride, static_cast<int>(p.head_dim_v)};
+  *output = {out.data, batch_stride, out.row_stride, out.head_stride, static_cast<int>(p.head_dim_v)};
   return FLASHHOPPER_OK;
 }
 
@@ -60,11 +84,10 @@ void describe(ForwardConfig const& config, flashhopper_plan* plan) {
   plan->workspace_bytes = flashhopper_workspace_bytes();
 }
 
-void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs const& args, int grid,
-                      flashhopper_plan* plan) {
+void describe_problem(Problem const& p, ForwardConfig const& config, int grid, flashhopper_plan* plan) {
   describe(config, plan);
   plan->grid = grid;
-  plan->tiles = args.schedule.total();
+  plan->tiles = query_blocks(p, config) * p.heads;
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
   double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
   double const qk = static_cast<double>(p.head_dim), v = static_cast<double>(p.head_dim_v);

@@ -4,6 +4,7 @@
 #include "dispatch.hpp"
 #include "forward_common.hpp"
 #include "instances.hpp"
+#include "packed/args.hpp"
 #include "problem.hpp"
 #include "tensor_map.hpp"
 
@@ -36,20 +37,73 @@ flashhopper_status choose_config(Problem const& p, int* index) {
   return no_row(p, "forward", dtype_name(p.dtype), built, count);
 }
 
+// The cap's factor takes softmax_scale in, and what the softmax multiplies by is then the cap.
+void set_softcap(flashhopper_forward_params const& p, ForwardArgs* args) {
+  if (p.softcap == 0.f) return;
+  args->softcap = {2 * kLog2e * p.softmax_scale / p.softcap, p.softcap};
+  args->softmax_scale_log2 = 2 * kLog2e * p.softcap;
+}
+
+// The list of a packed batch's query blocks, in packed_workspace.
+ListArgs make_list(flashhopper_forward_params const& p, int tile) {
+  auto const rows = [](int32_t const* cu_seqlens, int32_t const* seqused, int64_t total) {
+    return PackedRows{cu_seqlens, seqused, static_cast<int>(total)};
+  };
+  char* const memory = static_cast<char*>(p.packed_workspace);
+  return {rows(p.cu_seqlens_q, p.seqused_q, p.total_q),
+          rows(p.cu_seqlens_k, p.seqused_k, p.total_k),
+          static_cast<int>(p.batch),
+          tile,
+          false,
+          static_cast<int>(most_packed_blocks(p.batch, p.total_q, tile)),
+          reinterpret_cast<int*>(memory),
+          reinterpret_cast<PackedBlock*>(memory + kListHeaderBytes)};
+}
+
 // Everything but the tensor maps.
 struct Launch {
   int config_index;
   int grid;
   ForwardArgs args;
+  ListArgs list;  // of a packed batch
 };
 
 flashhopper_status prepare(flashhopper_forward_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
+  FLASHHOPPER_RETURN_IF_ERROR(check_options(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
-  launch->args.lse = params.lse;
-  launch->args.workspace = static_cast<int*>(params.workspace);
-  return set_arguments(p, kForwardConfigs[launch->config_index], num_sms, &launch->args, &launch->grid);
+  ForwardConfig const& config = kForwardConfigs[launch->config_index];
+  ForwardArgs& args = launch->args;
+  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, num_sms, &args, &launch->grid));
+  args.lse.data = params.lse;
+  args.sink = params.sink;
+  args.workspace = static_cast<int*>(params.workspace);
+  set_softcap(params, &args);
+  if (p.is_packed) {
+    launch->list = make_list(params, config.tile_m);
+    args.schedule.list = launch->list.blocks;
+    args.schedule.list_size = launch->list.size;
+  }
+  return FLASHHOPPER_OK;
+}
+
+// q, k and v as TMA sees them.
+flashhopper_status set_tensor_maps(flashhopper_forward_params const& p, ForwardConfig const& config,
+                                   ForwardArgs* args) {
+  bool const is_packed = p.cu_seqlens_q != nullptr;
+  RowAddressing const addressing = is_packed ? RowAddressing::kPacked : RowAddressing::kDense;
+  int64_t const rows = is_packed ? p.total_q : p.seqlen_q, keys = is_packed ? p.total_k : p.seqlen_k;
+  int const columns = box_columns(config.head_dim), columns_v = box_columns(config.head_dim_v);
+  TensorMapSpec const q = {"q", p.q, p.batch, rows, p.heads, p.head_dim, p.dtype, kWarpgroupRows, columns, addressing};
+  TensorMapSpec const k = {"k",        p.k,     p.batch,       keys,    p.kv_heads,
+                           p.head_dim, p.dtype, config.tile_n, columns, addressing};
+  TensorMapSpec const v = {"v",          p.v,     p.batch,       keys,      p.kv_heads,
+                           p.head_dim_v, p.dtype, config.tile_n, columns_v, addressing};
+  // Without keys K and V may have no storage at all; their maps are never used then.
+  FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(q, &args->q));
+  FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(keys > 0 ? k : q, &args->k));
+  return encode_tensor_map(keys > 0 ? v : q, &args->v);
 }
 
 }  // namespace
@@ -64,7 +118,10 @@ flashhopper_status describe_forward_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.args, launch.grid, plan);
+  describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.grid, plan);
+  if (params.cu_seqlens_q != nullptr) {
+    plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
+  }
   return FLASHHOPPER_OK;
 }
 
@@ -75,20 +132,16 @@ flashhopper_status dispatch_forward(flashhopper_forward_params const& p) {
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, device.num_sms, &launch));
   ForwardConfig const& config = kForwardConfigs[launch.config_index];
   LaunchFunction<ForwardArgs> const run = find_instance(kInstances, launch.config_index, p.dtype);
-  int const columns = box_columns(config.head_dim), columns_v = box_columns(config.head_dim_v);
-  // Without keys K and V may have no storage at all; their maps are never used then.
-  flashhopper_tensor const& k = p.seqlen_k > 0 ? p.k : p.q;
-  flashhopper_tensor const& v = p.seqlen_k > 0 ? p.v : p.q;
   ForwardArgs& args = launch.args;
-  TensorMapSpec const specs[] = {
-      {"q", p.q, p.batch, p.seqlen_q, p.heads, p.head_dim, p.dtype, kWarpgroupRows, columns},
-      {"k", k, p.batch, p.seqlen_k, p.kv_heads, p.head_dim, p.dtype, config.tile_n, columns},
-      {"v", v, p.batch, p.seqlen_k, p.kv_heads, p.head_dim_v, p.dtype, config.tile_n, columns_v}};
   FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));
-  CUtensorMap* const maps[] = {&args.q, &args.k, &args.v};
-  for (int i = 0; i < 3; ++i) FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(specs[i], maps[i]));
+  FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &args));
 
-  cudaError_t const error = run(args, launch.grid, device.index, static_cast<cudaStream_t>(p.stream));
+  auto const stream = static_cast<cudaStream_t>(p.stream);
+  if (p.cu_seqlens_q != nullptr) {
+    cudaError_t const error = launch_list_blocks(launch.list, device.index, stream);
+    if (error != cudaSuccess) return cuda_error("launching list_blocks_kernel", error);
+  }
+  cudaError_t const error = run(args, launch.grid, device.index, stream);
   if (error == cudaSuccess) return FLASHHOPPER_OK;
   flashhopper_plan plan;
   describe(config, &plan);

@@ -8,25 +8,45 @@
 namespace flashhopper {
 namespace {
 
-// Windows that reach past the sequences are unbounded; what remains fits 32 bits.
-int window_to_int(int64_t window, int64_t bound) {
-  return window < 0 || window >= bound ? -1 : static_cast<int>(window);
+// Sum over rows i in [0, sq) of clamp(i + first, 0, sk).
+double clamped_sum(double first, double sq, double sk) {
+  auto const up_to = [&](double n) {
+    double const ramp = std::max(0., std::min(n, sk));
+    return ramp * (ramp + 1) / 2 + std::max(0., n - sk) * sk;
+  };
+  return up_to(first + sq - 1) - up_to(first - 1);
+}
+
+flashhopper_status check_packed(Problem const& p, int64_t most) {
+  if (p.total_q < 1 || p.total_q > most || p.total_k < 0 || p.total_k > most) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "total_q is ", p.total_q, ", total_k is ", p.total_k,
+                     ": they must be between 1, or 0 for total_k, and ", most);
+  }
+  return FLASHHOPPER_OK;
 }
 
 }  // namespace
 
-Mask Problem::mask() const {
-  int64_t const bound = seqlen_q + seqlen_k;
-  return {static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), window_to_int(window_left, bound),
-          window_to_int(window_right, bound)};
+// Bounds that hide nothing become -1, so that those which remain fit 32 bits with a row added; a right bound of 0 is
+// causal attention and stays.
+Window Problem::window() const {
+  int64_t const rows = is_packed ? total_q : seqlen_q, keys = is_packed ? total_k : seqlen_k;
+  bool const has_left = window_left >= 0 && window_left < keys - 1;
+  bool const has_right = window_right == 0 || (window_right > 0 && window_right < rows - 1);
+  return {has_left ? static_cast<int>(window_left) : -1, has_right ? static_cast<int>(window_right) : -1};
 }
 
+Mask Problem::mask() const {
+  Window const bounds = window();
+  return {static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), bounds.left, bounds.right};
+}
+
+// Row i sees the keys from clamp(i + sk - sq - left) to clamp(i + sk - sq + right + 1), both within [0, sk].
 double Problem::kept_scores() const {
   double const sq = static_cast<double>(seqlen_q), sk = static_cast<double>(seqlen_k);
-  if (mask().window_right < 0) return sq * sk;
-  // Causal: row i sees clamp(i + 1 + sk - sq, 0, sk) keys.
-  double const rows = std::min(sq, sk);
-  return rows * (sk - rows) + rows * (rows + 1) / 2;
+  Window const bounds = window();
+  double const ends = bounds.right < 0 ? sq * sk : clamped_sum(sk - sq + bounds.right + 1, sq, sk);
+  return ends - (bounds.left < 0 ? 0. : clamped_sum(sk - sq - bounds.left, sq, sk));
 }
 
 char const* dtype_name(int32_t dtype) { return dtype == FLASHHOPPER_BF16 ? "bf16" : "fp16"; }
@@ -37,8 +57,9 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
     char const* name;
     int64_t value, least, most;
   };
-  Size const sizes[] = {{"batch", p.batch, 1, INT32_MAX},        {"heads", p.heads, 1, INT32_MAX},
-                        {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, 1, kMaxSeqlen},
+  int64_t const least = p.is_packed ? 0 : 1;  // a packed batch may hold no sequence, and rows of none
+  Size const sizes[] = {{"batch", p.batch, least, kMaxSeqlen},   {"heads", p.heads, 1, INT32_MAX},
+                        {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, least, kMaxSeqlen},
                         {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"head_dim", p.head_dim, 8, 256},
                         {"head_dim_v", p.head_dim_v, 8, 256}};
   for (Size const& size : sizes) {
@@ -63,16 +84,19 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "softmax_scale is ", p.softmax_scale, ": the Hopper kernels take ",
                      kLeastScale, " to ", kMostScale, "; the tiled engine takes any");
   }
-  if (p.window_left >= 0 || p.window_right > 0) {
-    return set_error(
-        FLASHHOPPER_UNSUPPORTED, "window (", p.window_left, ", ", p.window_right,
-        "): the Hopper kernels compute full (-1, -1) and causal (-1, 0) attention; the tiled engine has windows");
-  }
+  if (p.is_packed) FLASHHOPPER_RETURN_IF_ERROR(check_packed(p, kMaxSeqlen));
   if (p.sm_margin < 0 || p.sm_margin >= num_sms) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "sm_margin is ", p.sm_margin, ": it must be between 0 and ",
                      num_sms - 1);
   }
   return FLASHHOPPER_OK;
+}
+
+flashhopper_status check_softcap(float softcap) {
+  constexpr float kLeastCap = 1e-3f, kMostCap = 1e3f;  // core/softmax.hpp's absolute error, times the cap, stays small
+  if (softcap == 0.f || (softcap >= kLeastCap && softcap <= kMostCap)) return FLASHHOPPER_OK;
+  return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", softcap, ": the Hopper kernels take 0 (none) and ",
+                   kLeastCap, " to ", kMostCap, "; the tiled engine takes any");
 }
 
 flashhopper_status current_device(Device* device) {

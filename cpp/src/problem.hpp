@@ -4,14 +4,17 @@
 
 #include "core/check.hpp"
 #include "core/mask.hpp"
+#include "core/softmax.hpp"
 
 namespace flashhopper {
 
-// The sizes and options of either params struct.
+// The sizes and options of any params struct.
 struct Problem {
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right;
   float softmax_scale;
   int32_t dtype, sm_margin;
+  bool is_packed = false;            // then seqlen_q and seqlen_k are those of the longest sequence, or more
+  int64_t total_q = 0, total_k = 0;  // packed: rows of the tensors
 
   template <class Params>
   explicit Problem(Params const& p)
@@ -26,18 +29,38 @@ struct Problem {
         window_right(p.window_right),
         softmax_scale(p.softmax_scale),
         dtype(p.dtype),
-        sm_margin(p.sm_margin) {}
+        sm_margin(p.sm_margin) {
+    if constexpr (requires { p.total_q; }) {
+      is_packed = p.cu_seqlens_q != nullptr;
+      total_q = p.total_q;
+      total_k = p.total_k;
+    }
+  }
 
-  Mask mask() const;
-  double kept_scores() const;  // of one head
+  Window window() const;
+  Mask mask() const;           // of one sequence, the longest of a packed batch
+  double kept_scores() const;  // of one head of it
 };
 
-inline constexpr float kLog2e = 1.44269504088896340736f;
 inline constexpr int64_t kMaxTiles = INT32_MAX - (1 << 16);  // each CTA takes one place past the end
 
 char const* dtype_name(int32_t dtype);
 
 flashhopper_status check_problem(Problem const& problem, int num_sms);
+flashhopper_status check_softcap(float softcap);
+
+// Offsets come in pairs, used lengths with offsets.
+template <class Params>
+flashhopper_status check_options(Params const& p) {
+  bool const is_packed = p.cu_seqlens_q != nullptr;
+  if (is_packed != (p.cu_seqlens_k != nullptr)) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "cu_seqlens_q and cu_seqlens_k: give both or neither");
+  }
+  if (!is_packed && (p.seqused_q != nullptr || p.seqused_k != nullptr)) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k");
+  }
+  return check_softcap(p.softcap);
+}
 
 struct Device {
   int index;

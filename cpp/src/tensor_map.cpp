@@ -3,6 +3,8 @@
 
 #include <cudaTypedefs.h>
 
+#include "core/seqlen.hpp"
+
 namespace flashhopper {
 namespace {
 
@@ -60,15 +62,15 @@ CUtensorMapSwizzle swizzle(int row_bytes) {
 // holds by now.
 struct Key {
   void* data;
-  cuuint64_t extents[4];
-  cuuint64_t strides[3];
-  int32_t dtype, box_rows, box_columns, unused;
+  cuuint64_t extents[5];
+  cuuint64_t strides[4];
+  int32_t dtype, box_rows, box_columns, rank;
 
   bool operator==(Key const&) const = default;
 
   size_t slot(size_t slots) const {
     uint64_t hash = reinterpret_cast<uintptr_t>(data) >> 4;
-    for (uint64_t part : {extents[0], extents[1], strides[0], static_cast<cuuint64_t>(box_rows)}) {
+    for (uint64_t part : {extents[0], extents[1], strides[0], static_cast<cuuint64_t>(box_rows + rank)}) {
       hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
     }
     return (hash >> 40) % slots;
@@ -99,26 +101,34 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
   auto const at_least_one = [](int64_t extent) { return static_cast<cuuint64_t>(extent > 0 ? extent : 1); };
   ElementType const element = element_type(spec.dtype);
   int64_t const row = (spec.head_dim + 15) / 16 * 16;
-  Key const key{
-      spec.tensor.data,
-      {at_least_one(spec.head_dim), at_least_one(spec.seqlen), at_least_one(spec.heads), at_least_one(spec.batch)},
-      {stride_bytes(spec.tensor.row_stride, spec.seqlen, row, element.bytes),
-       stride_bytes(spec.tensor.head_stride, spec.heads, row, element.bytes),
-       stride_bytes(spec.tensor.batch_stride, spec.batch, row, element.bytes)},
-      spec.dtype,
-      spec.box_rows,
-      spec.box_columns,
-      0};
+  Key key{spec.tensor.data,
+          {at_least_one(spec.head_dim), at_least_one(spec.seqlen), at_least_one(spec.heads), at_least_one(spec.batch)},
+          {stride_bytes(spec.tensor.row_stride, spec.seqlen, row, element.bytes),
+           stride_bytes(spec.tensor.head_stride, spec.heads, row, element.bytes),
+           stride_bytes(spec.tensor.batch_stride, spec.batch, row, element.bytes)},
+          spec.dtype,
+          spec.box_rows,
+          spec.box_columns,
+          spec.addressing == RowAddressing::kBatch ? 4 : 5};
+  key.extents[4] = 1;
+  key.strides[3] = key.strides[2];
+  if (spec.addressing == RowAddressing::kPacked) {
+    key.extents[1] = kRaggedRows;
+    key.extents[3] = key.extents[4] = kRaggedRows + 1;
+    key.strides[2] = key.strides[0];
+    key.strides[3] = wrap_stride(key.strides[0]);
+  }
   Remembered& entry = remembered[key.slot(kRemembered)];
   if (entry.key == key) {
     *map = entry.map;
     return FLASHHOPPER_OK;
   }
-  cuuint32_t const box[4] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1, 1};
-  cuuint32_t const element_strides[4] = {1, 1, 1, 1};
+  cuuint32_t const box[5] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1, 1,
+                             1};
+  cuuint32_t const element_strides[5] = {1, 1, 1, 1, 1};
   auto const encode = [&] {
-    return encoder().encode(map, element.type, 4, spec.tensor.data, key.extents, key.strides, box, element_strides,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
+    return encoder().encode(map, element.type, key.rank, spec.tensor.data, key.extents, key.strides, box,
+                            element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();

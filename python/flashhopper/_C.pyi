@@ -50,15 +50,43 @@ def environment() -> Environment: ...
 def workspace_bytes() -> int: ...
 def forward_configs() -> list[Plan]: ...
 def backward_configs() -> list[Plan]: ...
-def forward_plan(sizes: Sizes, dtype: int, sm_margin: int, num_sms: int) -> Plan: ...
-def backward_plan(sizes: Sizes, dtype: int, sm_margin: int, deterministic: bool, num_sms: int) -> Plan: ...
+def packed_workspace_bytes(batch: int, total_q: int) -> int: ...
+def forward_plan(
+    sizes: Sizes,
+    dtype: int,
+    sm_margin: int,
+    num_sms: int,
+    totals: tuple[int, int] = (0, 0),  # rows of q and k of a packed batch
+) -> Plan: ...
+def forward(
+    tensors: Sequence[tuple[int, int, int, int]],  # q, k, v, out: address; batch, row, head stride
+    # lse, workspace, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, packed_workspace; 0: the call has none
+    addresses: Sequence[int],
+    sizes: Sizes,  # of a packed batch the longest sequences
+    totals: tuple[int, int],  # rows of q and k of a packed batch, else 0
+    softmax_scale: float,
+    softcap: float,
+    dtype: int,
+    sm_margin: int,
+    stream: int,
+    /,
+) -> None: ...
+def backward_plan(
+    sizes: Sizes,
+    dtype: int,
+    sm_margin: int,
+    deterministic: bool,
+    num_sms: int,
+    totals: tuple[int, int] = (0, 0),  # rows of q and k of a packed batch
+) -> Plan: ...
 def backward(
     tensors: Sequence[tuple[int, int, int, int]],  # q, k, v, out, dout, dq, dk, dv: address; batch, row, head stride
-    lse: int,
-    dlse: int,  # 0: none
-    workspace: int,
-    sizes: Sizes,
+    # lse, dlse, sink, dsink, workspace, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k; 0: the call has none
+    addresses: Sequence[int],
+    sizes: Sizes,  # of a packed batch the longest sequences
+    totals: tuple[int, int],  # rows of q and k of a packed batch, else 0
     softmax_scale: float,
+    softcap: float,
     dtype: int,
     sm_margin: int,
     deterministic: bool,

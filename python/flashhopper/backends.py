@@ -16,6 +16,7 @@ from .engine import hopper, hopper_backward
 BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/problem.cpp: products in float32 stay finite and normal
+LEAST_CAP, MOST_CAP = 1e-3, 1e3  # as in cpp/src/problem.cpp: the cap's error stays small
 
 _requested = "auto"
 # (device index, dtype, head_dim, head_dim_v, is_backward) -> whether the kernels serve them, masks aside. No process
@@ -84,15 +85,8 @@ def resolve(
     """
     if requested == "tiled":
         return False
-    if (
-        _is_served(q, head_dim, head_dim_v, is_backward)
-        and window_left < 0
-        and window_right <= 0
-        and softcap == 0.0
-        and not has_sink
-        and not is_packed
-        and LEAST_SCALE <= softmax_scale <= MOST_SCALE
-    ):
+    has_softcap = softcap == 0.0 or LEAST_CAP <= softcap <= MOST_CAP
+    if has_softcap and LEAST_SCALE <= softmax_scale <= MOST_SCALE and _is_served(q, head_dim, head_dim_v, is_backward):
         return True
     reason, must_raise = refusal(
         q, head_dim, head_dim_v, window_left, window_right, softcap, has_sink, is_packed, softmax_scale, is_backward
@@ -129,14 +123,8 @@ def refusal(
     """
     reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v, is_backward)
     feature = None
-    if is_packed:
-        feature = "packed sequences are not in the Hopper kernels yet"
-    elif window_left >= 0 or window_right > 0:
-        feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
-    elif softcap != 0.0:
-        feature = f"softcap ({softcap}) is not in the Hopper kernels yet"
-    elif has_sink:
-        feature = "attention sinks are not in the Hopper kernels yet"
+    if softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
+        feature = f"softcap is {softcap}, the kernels take 0.0 (none) and {LEAST_CAP} to {MOST_CAP}"
     elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
         feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"
     if feature is not None and (reason is None or is_broken):

@@ -222,8 +222,9 @@ def flash_attn_varlen_func(
             into a result; as queries they give out 0 and lse -inf.
 
     The other arguments and the errors are flash_attn_func's; masks are aligned with each sequence's own (used)
-    lengths. This version runs packed sequences on the tiled engine, which reads the lengths on the host. With fp8 each
-    sequence has its own means and scales.
+    lengths. The Hopper kernels read the lengths on the device: nothing waits for them, and a captured CUDA graph takes
+    those of its replay. So they cannot refuse wrong ones; offsets are cut off at the ends of the tensors. The tiled
+    engine reads them on the host. With fp8 each sequence has its own means and scales, on the tiled engine.
 
     Returns:
         out (total_q, heads, head_dim_v); with return_lse, (out, lse) with lse (heads, total_q).

@@ -14,7 +14,7 @@ import torch
 
 from . import checks
 from .backends import resolve
-from .engine import hopper, hopper_backward, tiled, tiles
+from .engine import hopper, hopper_backward, hopper_options, tiled, tiles
 
 _Tensor = torch.Tensor
 
@@ -84,6 +84,9 @@ def run_dense(
     """
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
+        if has_sink or softcap != 0.0:
+            options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+            return hopper_options.dense_forward(q, k, v, sink, sizes, options, into)
         numbers = (softmax_scale, window_left, window_right, sm_margin)
         return hopper.forward(q, k, v, sizes, *numbers, needs_lse, key, into)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
@@ -152,8 +155,8 @@ def dense_backward(
     has_sink = sink is not None
     window = (window_left, window_right)
     if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, False, softmax_scale, True):
-        numbers = (softmax_scale, *window, sm_margin, deterministic)
-        return *hopper_backward.backward(dout, dlse, q, k, v, out, lse, sizes, *numbers), q.new_empty(0)
+        numbers = hopper_backward.Numbers(softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.backward(dout, dlse, q, k, v, out, lse, sink, sizes, numbers)
     settings = tiled.Settings(softmax_scale, *window, softcap)
     dq, dk, dv, dsink = tiled.dense_backward(dout, dlse, q, k, v, out, lse, sink, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink
@@ -220,7 +223,9 @@ def varlen_forward(
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
     has_sink = sink is not None
-    resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale)
+    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale):
+        options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+        return hopper_options.packed_forward(q, k, v, sink, packing, sizes, options)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     return tiled.packed_forward(q, k, v, sink, packing, settings)
 
@@ -278,8 +283,13 @@ def varlen_backward(
     backend: str,
 ) -> tuple[_Tensor, _Tensor, _Tensor, _Tensor]:
     packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    checks.packed(q, k, v, *packing)
+    sizes = checks.packed(q, k, v, *packing)
     checks.output_gradient(dout, out)
+    has_sink = sink is not None
+    window = (window_left, window_right)
+    if resolve(backend, q, sizes[3], sizes[6], *window, softcap, has_sink, True, softmax_scale, True):
+        numbers = hopper_backward.Numbers(softmax_scale, *window, softcap, sm_margin, deterministic)
+        return hopper_backward.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, sizes, numbers)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     dq, dk, dv, dsink = tiled.packed_backward(dout, dlse, q, k, v, out, lse, sink, packing, settings)
     return dq, dk, dv, q.new_empty(0) if dsink is None else dsink

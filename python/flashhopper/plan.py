@@ -143,7 +143,7 @@ def _why(requested: str, reason: str | None, runs_hopper: bool) -> str:
     if requested == "tiled":
         return "asked for by name"
     if reason is None:
-        return "a Hopper GPU, dtype, head sizes and mask that the kernels have"
+        return "a Hopper GPU, dtype, head sizes and options that the kernels have"
     return f"the call would raise RuntimeError, {reason}" if runs_hopper else reason
 
 
@@ -158,9 +158,11 @@ def _gradients(
 ) -> str:
     softcap, has_sink, is_packed, scale = options
     reason, _ = backends.refusal(q, sizes[3], sizes[6], *window, softcap, has_sink, is_packed, scale, is_backward=True)
+    if requested == "hopper" and reason is not None:
+        return f"none: backward would raise RuntimeError, {reason}"
     if requested == "tiled" or reason is not None:
         return _TILED_GRADIENTS
-    if hopper_backward.is_empty(sizes):
+    if hopper_backward.is_empty(sizes, has_sink):
         return "hopper, zeros: the problem has no queries or no keys"
     row = hopper_backward.backward_plan(sizes, q.dtype, *window, sm_margin, deterministic, q.device)
     order = "in a fixed order, bit-reproducible" if deterministic else "in the order of arrival"

@@ -1,9 +1,12 @@
 // The order of dQ in the float accumulator: a bijection between a chunk and the elements of its query block, equal to
 // what the threads of the consumer warpgroups hold, and the same in both directions.
+#include <algorithm>
+#include <random>
 #include <vector>
 
 #include "check.hpp"
 #include "core/dq_layout.hpp"
+#include "core/seqlen.hpp"
 
 using namespace flashhopper;
 
@@ -65,9 +68,28 @@ void slots_are_contiguous(BackwardConfig const& row) {
   }
 }
 
+// Sequences of a packed batch share no chunk, whatever their lengths, and none lies past the last.
+void packed_chunks_are_apart(int tile_m) {
+  std::mt19937 random(static_cast<unsigned>(tile_m));
+  for (int round = 0; round < 200; ++round) {
+    int const batch = std::uniform_int_distribution<int>(0, 12)(random);
+    int begin = 0, free = 0;
+    for (int sequence = 0; sequence <= batch; ++sequence) {  // and what lies behind the last
+      int const rows = std::max(0, std::uniform_int_distribution<int>(-100, 3 * tile_m)(random));
+      int const first = first_packed_chunk(begin, sequence, tile_m);
+      CHECK(first >= free);
+      free = first + ceil_div(rows, tile_m);
+      begin += rows;
+    }
+    CHECK(free <= most_packed_blocks(batch, begin, tile_m));
+  }
+}
+
 }  // namespace
 
 int main() {
+  packed_chunks_are_apart(64);
+  packed_chunks_are_apart(128);
   for (BackwardConfig const& row : kBackwardConfigs) {
     is_bijection(row);
     slots_are_contiguous(row);

@@ -49,6 +49,10 @@ void compare_by_keys(int sq, int sk, int left, int right, int tile_m, int tile_n
     for (int i = 0; i < sq + 2; ++i) CHECK((i >= begin && i < end) == (i < sq && kept(i, j, sq, sk, left, right)));
   }
   int const blocks = ceil_div(sq, tile_m);
+  // Blocks of keys that do not exist, as behind a packed sequence's used ones.
+  for (int key_begin = ceil_div(sk, tile_n) * tile_n; key_begin < sk + 3 * tile_n; key_begin += tile_n) {
+    CHECK(mask.visited_queries(key_begin, key_begin + tile_n, tile_m).size() == 0);
+  }
   for (int key_begin = 0; key_begin < sk; key_begin += tile_n) {
     int const key_end = key_begin + tile_n;
     BlockRange const visited = mask.visited_queries(key_begin, key_end, tile_m);
@@ -58,6 +62,13 @@ void compare_by_keys(int sq, int sk, int left, int right, int tile_m, int tile_n
     for (int b = 0; b < blocks; ++b) {
       int const row_end = std::min((b + 1) * tile_m, sq);
       int count = 0;
+      BlockMask const test = mask.block(key_begin, b * tile_m);
+      for (int c = 0; c < row_end - b * tile_m; ++c) {
+        for (int r = 0; r < tile_n; ++r) {
+          bool const seen = c - r >= test.lo && c - r < test.hi && r < test.keys;
+          CHECK(seen == kept(b * tile_m + c, key_begin + r, sq, sk, left, right));
+        }
+      }
       for (int i = b * tile_m; i < row_end; ++i) {
         for (int j = key_begin; j < key_end; ++j) count += kept(i, j, sq, sk, left, right);
       }

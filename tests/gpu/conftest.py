@@ -51,13 +51,15 @@ def hopper_gradients(hopper_engine: None, monkeypatch: pytest.MonkeyPatch) -> No
     """The tiled engine's gradients would pass most tests of the kernels': where there is work, it must not do it."""
     from flashhopper.engine import tiled
 
-    served = tiled.dense_backward
+    def refusing(served: Any) -> Any:
+        def refuse(dout: torch.Tensor, dlse: object, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> object:
+            assert q.numel() == 0 or k.numel() == 0, "the tiled engine was asked for gradients"
+            return served(dout, dlse, q, k, *rest)
 
-    def refuse(dout: torch.Tensor, dlse: object, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> object:
-        assert q.numel() == 0 or k.numel() == 0, "the tiled engine was asked for gradients"
-        return served(dout, dlse, q, k, *rest)
+        return refuse
 
-    monkeypatch.setattr(tiled, "dense_backward", refuse)
+    for name in ("dense_backward", "packed_backward"):
+        monkeypatch.setattr(tiled, name, refusing(getattr(tiled, name)))
 
 
 @pytest.fixture

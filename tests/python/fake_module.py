@@ -26,7 +26,19 @@ PREPARE_PARAMETERS = (
 CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
 # The parameters of _C.backward, the tensors of its first and the sizes of its fifth.
 BACKWARD_PARAMETERS = (
-    *("tensors", "lse", "dlse", "workspace", "sizes", "softmax_scale", "dtype", "sm_margin", "deterministic", "stream"),
+    *("tensors", "addresses", "sizes", "totals", "softmax_scale", "softcap", "dtype", "sm_margin", "deterministic"),
+    "stream",
+)
+BACKWARD_ADDRESSES = (
+    *("lse", "dlse", "sink", "dsink", "workspace", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
+)
+# The parameters of _C.forward, the tensors of its first and the addresses of its second.
+FORWARD_PARAMETERS = (
+    *("tensors", "addresses", "sizes", "totals", "softmax_scale", "softcap", "dtype", "sm_margin", "stream"),
+)
+FORWARD_TENSORS = ("q", "k", "v", "out")
+FORWARD_ADDRESSES = (
+    *("lse", "workspace", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "packed_workspace"),
 )
 # The parameters of _C.quantize and of _C.transpose_values.
 QUANTIZE_PARAMETERS = (
@@ -51,6 +63,7 @@ class FakeModule:
 
     def __init__(self) -> None:
         self.calls: list[dict[str, float]] = []
+        self.forward_calls: list[dict[str, Any]] = []
         self.backward_calls: list[dict[str, Any]] = []
         self.backward_plans: list[tuple[object, ...]] = []
         self.quantize_calls: list[dict[str, Any]] = []
@@ -79,6 +92,9 @@ class FakeModule:
     def workspace_bytes(self) -> int:
         return 130
 
+    def packed_workspace_bytes(self, batch: int, total_q: int) -> int:
+        return 16 + 32 * (batch + total_q)
+
     def forward_configs(self) -> list[dict[str, object]]:
         return [self._row("fwd", d, dv) for d, dv in self.rows]
 
@@ -92,14 +108,23 @@ class FakeModule:
         config = f"{kind}_hd{head_dim}_m128_n160"
         return {"config": config, "head_dim": head_dim, "head_dim_v": head_dim_v, **numbers, **registers, **work}
 
-    def forward_plan(self, sizes: Sequence[int], dtype: int, sm_margin: int, num_sms: int) -> dict[str, object]:
+    def forward_plan(
+        self, sizes: Sequence[int], dtype: int, sm_margin: int, num_sms: int, totals: tuple[int, int] = (0, 0)
+    ) -> dict[str, object]:
         self.plan_arguments = (sizes, dtype, sm_margin, num_sms)
         return self._plan("fwd", "forward", self.rows, sizes)
 
     def backward_plan(
-        self, sizes: Sequence[int], dtype: int, sm_margin: int, deterministic: bool, num_sms: int
+        self,
+        sizes: Sequence[int],
+        dtype: int,
+        sm_margin: int,
+        deterministic: bool,
+        num_sms: int,
+        totals: tuple[int, int] = (0, 0),
     ) -> dict[str, object]:
-        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms))
+        packed = () if totals == (0, 0) else (totals,)
+        self.backward_plans.append((sizes, dtype, sm_margin, deterministic, num_sms, *packed))
         return self._plan("bwd", "backward", self.backward_rows, sizes)
 
     def _plan(self, kind: str, direction: str, rows: Rows, sizes: Sequence[int]) -> dict[str, object]:
@@ -115,15 +140,25 @@ class FakeModule:
         return self._row(kind, *min(fitting))
 
     def backward(self, *arguments: Any) -> None:
-        assert len(arguments) == len(BACKWARD_PARAMETERS)
-        call = dict(zip(BACKWARD_PARAMETERS, arguments, strict=True))
+        call = self._unpack(BACKWARD_PARAMETERS, BACKWARD_TENSORS, arguments)
+        call |= dict(zip(BACKWARD_ADDRESSES, call.pop("addresses"), strict=True))
+        self.backward_calls.append(call)
+
+    def forward(self, *arguments: Any) -> None:
+        call = self._unpack(FORWARD_PARAMETERS, FORWARD_TENSORS, arguments)
+        call |= dict(zip(FORWARD_ADDRESSES, call.pop("addresses"), strict=True))
+        self.forward_calls.append(call)
+
+    def _unpack(self, parameters: Sequence[str], tensors: Sequence[str], arguments: Sequence[Any]) -> dict[str, Any]:
+        assert len(arguments) == len(parameters)
+        call = dict(zip(parameters, arguments, strict=True))
         call |= dict(zip(SIZES, call.pop("sizes"), strict=True))
-        for name, (address, *strides) in zip(BACKWARD_TENSORS, call.pop("tensors"), strict=True):
+        for name, (address, *strides) in zip(tensors, call.pop("tensors"), strict=True):
             call[name] = address
             call[f"{name}_strides"] = tuple(strides)
         if self.error is not None:
             raise self.error
-        self.backward_calls.append(call)
+        return call
 
     def quantize(self, *arguments: Any) -> None:
         self.quantize_calls.append(dict(zip(QUANTIZE_PARAMETERS, arguments, strict=True)))

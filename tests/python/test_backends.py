@@ -55,6 +55,22 @@ def test_the_kernels_serve() -> None:
 
 
 @pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_every_option_is_served(is_backward: bool) -> None:
+    for options in (
+        {"window_left": 5},
+        {"window_right": 3},
+        {"softcap": 1e-3},
+        {"softcap": 1e3},
+        {"has_sink": True},
+        {"is_packed": True},
+        {"window_left": 0, "window_right": 7, "softcap": 30.0, "has_sink": True, "is_packed": True},
+    ):
+        assert resolve("auto", Query(), is_backward=is_backward, **options)
+        assert resolve("hopper", Query(), 192, 128, is_backward=is_backward, **options)
+
+
+@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     ("query", "options", "reason"),
     [
@@ -63,14 +79,12 @@ def test_the_kernels_serve() -> None:
         (Query(dtype=torch.float32), {}, "q has dtype torch.float32, the kernels take float16 and bfloat16"),
         (Query(), {"dim": 100}, "head_dim is 100, the kernels take multiples of 8 up to 256"),
         (Query(), {"dim_v": 264}, "head_dim_v is 264, the kernels take multiples of 8 up to 256"),
-        (Query(), {"window_left": 5}, r"sliding windows \(window_size \(5, 0\)\) are not in the Hopper kernels yet"),
-        (Query(), {"window_right": 3}, "sliding windows"),
-        (Query(), {"softcap": 2.0}, r"softcap \(2.0\) is not in the Hopper kernels yet"),
+        (Query(), {"softcap": 1e-4}, r"softcap is 0.0001, the kernels take 0.0 \(none\) and 0.001 to 1000.0"),
+        (Query(), {"softcap": 2e3}, "softcap is 2000.0, the kernels take"),
+        (Query(), {"softcap": 2e3, "is_backward": True}, "softcap is 2000.0, the kernels take"),
         (Query(), {"softmax_scale": 0.0}, "softmax_scale is 0.0, the kernels take 1e-30 to 1e"),
         (Query(), {"softmax_scale": -0.1}, "softmax_scale is -0.1, the kernels take"),
         (Query(), {"softmax_scale": 1e39}, "softmax_scale is 1e"),
-        (Query(), {"has_sink": True}, "attention sinks are not in the Hopper kernels yet"),
-        (Query(), {"is_packed": True}, "packed sequences are not in the Hopper kernels yet"),
     ],
 )
 def test_reasons(query: Query, options: dict[str, object], reason: str) -> None:
@@ -108,8 +122,6 @@ def test_forward_and_backward_are_served_apart(monkeypatch: pytest.MonkeyPatch) 
         match=r"no backward kernel was built for bf16 with head_dim 128 and head_dim_v 128 \(built, up to: 64/64\)",
     ):
         resolve("hopper", Query(), 128, 128, is_backward=True)
-    for options in ({"window_left": 5}, {"softcap": 1.0}, {"has_sink": True}, {"is_packed": True}):
-        assert not resolve("auto", Query(), 64, 64, is_backward=True, **options)
 
 
 @pytest.mark.usefixtures("machine")
@@ -121,7 +133,7 @@ def test_a_broken_installation_on_a_hopper_gpu_is_no_silent_fallback(monkeypatch
     with pytest.raises(RuntimeError, match='backend "hopper" cannot serve this call: the compiled module'):
         resolve("hopper", Query())
     assert not resolve("tiled", Query())
-    assert not resolve("auto", Query(), softcap=1.0)  # the tiled engine's whatever the installation
+    assert not resolve("auto", Query(), softcap=1e4)  # the tiled engine's whatever the installation
     assert not resolve("auto", Query("cuda:1"))
     assert not resolve("auto", Query("cpu"))
 
@@ -201,7 +213,7 @@ def test_explain_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "in a fixed order, bit-reproducible" in fh.explain(q, k, k, deterministic=True).gradients
     with fh.set_backend("tiled"):
         assert "tiled engine" in fh.explain(q, k, k).gradients
-    assert "tiled engine" in fh.explain(q, k, k, window_size=(3, 0)).gradients
+    assert fh.explain(q, k, k, window_size=(3, 0)).gradients.startswith("hopper, bwd_hd128")
     assert module.calls == module.backward_calls == []
 
 

@@ -45,14 +45,19 @@ def run(
     dlse: torch.Tensor | None = None,
     *,
     causal: bool = False,
+    window: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    sink: torch.Tensor | None = None,
     sm_margin: int = 0,
     deterministic: bool = False,
     backend: str = "hopper",
 ) -> Tensors:
-    """flashhopper::backward, without dsink."""
-    numbers = (0.25, -1, 0 if causal else -1, 0.0, sm_margin, deterministic, backend)
-    gradients: Tensors = list(torch.ops.flashhopper.backward(dout, dlse, *tensors, out, lse, None, *numbers))
-    assert gradients.pop().numel() == 0
+    """flashhopper::backward; dsink comes with a sink alone."""
+    bounds = (-1, 0 if causal else -1) if window is None else window
+    numbers = (0.25, *bounds, softcap, sm_margin, deterministic, backend)
+    gradients: Tensors = list(torch.ops.flashhopper.backward(dout, dlse, *tensors, out, lse, sink, *numbers))
+    if sink is None:
+        assert gradients.pop().numel() == 0
     return gradients
 
 
@@ -76,6 +81,50 @@ def test_arguments(module: FakeModule) -> None:
     rest = {"window_left": -1, "window_right": 0, "softmax_scale": 0.25, "dtype": FakeModule.BF16, "stream": 77}
     assert call | sizes | rest == call
     assert (call["sm_margin"], call["deterministic"]) == (3, True)
+
+
+def test_windows_and_softcap_arrive(module: FakeModule) -> None:
+    q, k, v = inputs()
+    run([q, k, v], *outputs(q, v), window=(3, 2), softcap=30.0)
+    (call,) = module.backward_calls
+    assert (call["window_left"], call["window_right"], call["softcap"]) == (3, 2, 30.0)
+    assert call["sink"] == 0
+    run([q, k, v], *outputs(q, v))
+    assert module.backward_calls[-1]["softcap"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_sink_is_float32_and_its_gradient_of_its_dtype(
+    module: FakeModule, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    q, k, v = inputs()
+    sink = torch.randn(4, dtype=dtype)
+    seen: list[list[float]] = []
+    launch = module.backward
+
+    def differentiate(views: Any, addresses: Any, *rest: Any) -> None:
+        logits, gradient = ((ctypes.c_float * 4).from_address(address) for address in addresses[2:4])
+        seen.append(list(logits))
+        gradient[:] = [1.0, 2.0, 3.0, 4.0]
+        launch(views, addresses, *rest)
+
+    monkeypatch.setattr(module, "backward", differentiate)
+    *_, dsink = run([q, k, v], *outputs(q, v), sink=sink)
+    assert seen == [sink.float().tolist()]
+    assert dsink.dtype == dtype
+    assert dsink.tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert len(module.backward_calls) == 1
+
+
+def test_a_sink_has_a_gradient_without_keys(module: FakeModule) -> None:
+    """lse is the sink then: its gradient goes there, through the kernels."""
+    tensors = inputs(seqlen_k=0)
+    run(tensors, *outputs(tensors[0], tensors[2]), sink=torch.randn(4))
+    assert len(module.backward_calls) == 1
+    tensors = inputs(seqlen_q=0)
+    *_, dsink = run(tensors, *outputs(tensors[0], tensors[2]), sink=torch.randn(4))
+    assert len(module.backward_calls) == 1
+    assert (dsink.shape, dsink.any().item()) == ((4,), False)
 
 
 def test_views_are_read_where_they_lie(module: FakeModule) -> None:
@@ -340,10 +389,6 @@ def test_the_backend_of_the_forward_call_serves_its_gradient(module: FakeModule)
     assert isinstance(out, torch.Tensor)
     out.sum().backward()
     assert module.backward_calls == []
-    windowed = fh.flash_attn_func(q, k, v, window_size=(2, 0))
-    assert isinstance(windowed, torch.Tensor)
-    windowed.sum().backward()
-    assert module.backward_calls == []
     out = fh.flash_attn_func(q, k, v)
     assert isinstance(out, torch.Tensor)
     with fh.set_backend("tiled"):
@@ -358,3 +403,73 @@ def test_plans_are_forgotten_with_the_module(module: FakeModule) -> None:
     assert hopper_backward.backward_plan(*arguments)["config"] == "bwd_hd64_m128_n160"
     backends.forget()
     assert hopper_backward.backward_plan(*arguments)["config"] == "bwd_hd128_m128_n160"
+
+
+def packed_inputs(total_q: int = 9, total_k: int = 11) -> tuple[Tensors, Tensors]:
+    """q, k, v, out, dout and lse of three sequences, and their offsets."""
+    shapes = ((total_q, 4, 64), (total_k, 2, 64), (total_k, 2, 40), (total_q, 4, 40), (total_q, 4, 40))
+    tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
+    offsets = [torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 2, total_q], [0, 5, 6, total_k])]
+    return [*tensors, torch.randn(4, total_q)], offsets
+
+
+def run_packed(
+    tensors: Tensors, offsets: Tensors, used: tuple[torch.Tensor | None, ...] = (None, None), **options: Any
+) -> Tensors:
+    q, k, v, out, dout, lse = tensors
+    sink, dlse = options.pop("sink", None), options.pop("dlse", None)
+    numbers = (0.25, *options.pop("window", (-1, 0)), options.pop("softcap", 0.0), 3, True, "hopper")
+    packing = (*offsets, *used, 7, 5)
+    found: Tensors = list(
+        torch.ops.flashhopper.varlen_backward(dout, dlse, q, k, v, out, lse, *packing, sink, *numbers)
+    )
+    return found
+
+
+def test_packed_arguments(module: FakeModule) -> None:
+    tensors, offsets = packed_inputs()
+    q, k, v, out, dout, lse = tensors
+    used = (torch.tensor([1, 0, 7], dtype=torch.int32), None)
+    dlse, sink = torch.randn(4, 9), torch.randn(4)
+    *gradients, dsink = run_packed(tensors, offsets, used, dlse=dlse, sink=sink, window=(3, 2), softcap=20.0)
+    (call,) = module.backward_calls
+    for name, x in zip(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), (q, k, v, out, dout, *gradients), strict=True):
+        assert call[name] == x.data_ptr()
+        assert call[f"{name}_strides"][1:] == x.stride()[:2]
+    assert [call[name] for name in ("lse", "dlse", "sink")] == [x.data_ptr() for x in (lse, dlse, sink)]
+    assert [call[name] for name in ("cu_seqlens_q", "cu_seqlens_k")] == [x.data_ptr() for x in offsets]
+    assert (call["seqused_q"], call["seqused_k"]) == (used[0].data_ptr(), 0)  # type: ignore[union-attr]
+    sizes = {"batch": 3, "heads": 4, "kv_heads": 2, "seqlen_q": 7, "seqlen_k": 5, "head_dim": 64, "head_dim_v": 40}
+    rest = {"window_left": 3, "window_right": 2, "softcap": 20.0, "totals": (9, 11), "softmax_scale": 0.25}
+    assert call | sizes | rest == call
+    assert (call["sm_margin"], call["deterministic"]) == (3, True)
+    for gradient, x in zip((*gradients, dsink), (q, k, v, sink), strict=True):
+        assert (gradient.shape, gradient.dtype, gradient.is_contiguous()) == (x.shape, x.dtype, True)
+    assert module.backward_plans[-1] == ((3, 4, 2, 7, 5, 64, 40, 3, 2), FakeModule.BF16, 3, True, 132, (9, 11))
+
+
+def test_a_dense_call_has_no_offsets(module: FakeModule) -> None:
+    q, k, v = inputs()
+    run([q, k, v], *outputs(q, v))
+    (call,) = module.backward_calls
+    assert call["totals"] == (0, 0)
+    assert [call[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")] == [0] * 4
+
+
+def test_packed_offsets_that_are_not_contiguous_are_copied(module: FakeModule) -> None:
+    tensors, offsets = packed_inputs()
+    strided = [torch.stack([x, x], 1)[:, 0] for x in offsets]
+    run_packed(tensors, strided)
+    (call,) = module.backward_calls
+    assert all(
+        call[name] not in (0, x.data_ptr()) for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), strided, strict=True)
+    )
+
+
+@pytest.mark.parametrize("totals", [(0, 11), (9, 0), (0, 0)])
+def test_a_packed_batch_without_tokens_gives_zeros(module: FakeModule, totals: tuple[int, int]) -> None:
+    tensors, offsets = packed_inputs(*totals)
+    for gradient, x in zip(run_packed(tensors, offsets), tensors[:3], strict=False):
+        assert gradient.shape == x.shape
+        assert not gradient.any()
+    assert module.backward_calls == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashhopper.engine import hopper
+from flashhopper.engine.mask import Mask
 
 if hopper.module is None:
     pytest.skip(hopper.load_error, allow_module_level=True)
@@ -65,6 +66,8 @@ def test_what_has_no_layout_has_no_key() -> None:
 # batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
 PROBLEM = (2, 8, 2, 1000, 777, 8, 8, -1, 0)
 VIEWS = [(16, 65536, 1024, 64)] * 8
+ADDRESSES = (16, 0, 0, 0, 256, 0, 0, 0, 0)  # lse, dlse, sink, dsink, workspace, offsets
+DENSE = (0, 0)
 
 
 def plan(direction: str, problem: object, *, sm_margin: int = 0, deterministic: bool = False) -> dict[str, object]:
@@ -107,8 +110,6 @@ def test_plans_refuse_what_the_library_refuses(direction: str) -> None:
         plan(direction, PROBLEM, sm_margin=132)
     with pytest.raises(ValueError, match="heads is 8, kv_heads is 3"):
         plan(direction, (2, 8, 3, *PROBLEM[3:]))
-    with pytest.raises(RuntimeError, match="window"):
-        plan(direction, (*PROBLEM[:7], 5, 0))
     with pytest.raises(ValueError, match="head_dim_v is 264"):
         plan(direction, (*PROBLEM[:6], 264, -1, 0))
     with pytest.raises(RuntimeError, match="split the batch"):
@@ -116,6 +117,58 @@ def test_plans_refuse_what_the_library_refuses(direction: str) -> None:
     for problem in (PROBLEM[:8], (*PROBLEM, 0), None):
         with pytest.raises(TypeError, match="incompatible function arguments"):
             plan(direction, problem)
+
+
+def test_flops_of_windows_are_those_of_kept_scores() -> None:
+    rows("forward")
+    for seqlen_q, seqlen_k in ((100, 77), (77, 100), (5, 300), (300, 5), (64, 64), (1, 9)):
+        for left, right in ((-1, -1), (-1, 0), (0, 0), (3, -1), (20, 4), (1000, 2), (0, 1000), (7, 90)):
+            made = plan("forward", (1, 1, 1, seqlen_q, seqlen_k, 8, 8, left, right))
+            kept = 0
+            for row in range(seqlen_q):
+                diagonal = row + seqlen_k - seqlen_q
+                begin = 0 if left < 0 else max(0, diagonal - left)
+                end = seqlen_k if right < 0 else min(seqlen_k, diagonal + right + 1)
+                kept += max(0, end - begin)
+            assert made["flops"] == 2 * kept * (8 + 8)
+
+
+def test_a_plan_of_a_packed_batch_needs_no_lengths() -> None:
+    rows("forward")
+    numbers = (hopper.module.BF16, 0, 132)
+    made = hopper.module.forward_plan(PROBLEM, *numbers, totals=(1500, 1600))
+    blocks = 1500 // made["tile_m"] + 2 + 1  # each of two sequences, and the rows behind them, may end with part of one
+    assert made["tiles"] == 8 * blocks
+    packed = hopper.module.packed_workspace_bytes(2, 1500)
+    assert made["workspace_bytes"] == hopper.module.workspace_bytes() + packed
+    assert packed >= 16 + 32 * blocks
+    assert hopper.module.forward_plan((0, *PROBLEM[1:3], 0, 0, *PROBLEM[5:]), *numbers, totals=(3, 0))["tiles"] == 8
+    assert plan("forward", (*PROBLEM[:7], 5, 0))["config"] == made["config"]
+    with pytest.raises(ValueError, match="total_q is 1, total_k is 2147483648"):
+        hopper.module.forward_plan(PROBLEM, *numbers, totals=(1, 1 << 31))
+    with pytest.raises(RuntimeError, match="split the batch"):
+        hopper.module.forward_plan((1 << 29, *PROBLEM[1:]), *numbers, totals=(1500, 1600))
+
+
+def test_a_forward_call_takes_four_tensors_and_eight_addresses() -> None:
+    numbers = ((0, 0), 0.125, 0.0, hopper.module.BF16, 0)
+    for views, count in ((VIEWS[:3], 8), (VIEWS[:4], 7)):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            hopper.module.forward(views, [0] * count, PROBLEM, *numbers, 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
+def test_without_a_gpu_a_forward_call_reports_the_error_of_cuda() -> None:
+    with pytest.raises(RuntimeError, match="cuda"):
+        hopper.module.forward(VIEWS[:4], [16] * 8, PROBLEM, (10, 10), 0.125, 5.0, hopper.module.BF16, 0, 0)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (5, 0), (0, 0), (-1, 900), (300, 40), (2000, 3)])
+def test_flops_of_a_backward_are_those_of_the_kept_scores(window: tuple[int, int]) -> None:
+    rows("backward")
+    for lengths in ((1000, 777), (777, 1000)):
+        problem = (*PROBLEM[:3], *lengths, 8, 8, *window)
+        assert plan("backward", problem)["flops"] == 2 * 2 * 8 * Mask(*lengths, *window).kept() * (3 * 8 + 2 * 8)
 
 
 def test_the_workspace_holds_the_sums_of_dq() -> None:
@@ -130,15 +183,15 @@ def test_the_workspace_holds_the_sums_of_dq() -> None:
 
 
 def test_a_backward_call_takes_eight_tensors_and_nine_sizes() -> None:
-    numbers = (0.125, hopper.module.BF16, 0, False, 0)
+    numbers = (0.125, 0.0, hopper.module.BF16, 0, False, 0)
     for views, problem in ((VIEWS[:7], PROBLEM), (VIEWS, PROBLEM[:8]), ([view[:3] for view in VIEWS], PROBLEM)):
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            hopper.module.backward(views, 16, 0, 256, problem, *numbers)
+            hopper.module.backward(views, ADDRESSES, problem, DENSE, *numbers)
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        hopper.module.backward(VIEWS, 16, 0, 256, PROBLEM, *numbers[:4])
+        hopper.module.backward(VIEWS, ADDRESSES, PROBLEM, DENSE, *numbers[:5])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
 def test_without_a_gpu_a_backward_call_reports_the_error_of_cuda() -> None:
     with pytest.raises(RuntimeError, match="cuda"):
-        hopper.module.backward(VIEWS, 16, 0, 256, PROBLEM, 0.125, hopper.module.BF16, 0, False, 0)
+        hopper.module.backward(VIEWS, ADDRESSES, PROBLEM, DENSE, 0.125, 0.0, hopper.module.BF16, 0, False, 0)

@@ -17,11 +17,13 @@ NAMES = {
     "postprocess_kernel": "18postprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
     "quantize_rows_kernel": "20quantize_rows_kernelIN7cutlass10bfloat16_tELi64ELb0ELb1EEEvNS_8RowsArgsE",
     "transpose_values_kernel": "23transpose_values_kernelENS_10ValuesArgsEi",
+    "list_blocks_kernel": "18list_blocks_kernelENS_8ListArgsE",
 }
 NAMES = {kernel: f"_ZN11flashhopper{name}" for kernel, name in NAMES.items()}
 SCORES_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 PV_DONE = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 EX2 = "MUFU.EX2 R12, R12"
+CAP = [EX2, "MUFU.RCP R12, R12"]
 TMA_LOAD = "UTMALDG.4D [UR8], [UR14], desc[UR16]"
 TMA = [TMA_LOAD, "UTMASTG.4D [UR8], [UR6]"]
 HGMMA = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR40], RZ, !UPT"
@@ -31,11 +33,11 @@ RED = "UBLKRED.G.S.ADD.F32.RN [UR8], [UR4], UR5"
 RED_OF_FOUR, RED_OF_ONE = (f"REDG.E.ADD.{kind}.FTZ.RN.STRONG.GPU desc[UR4][R16.64], R152" for kind in ("F32x4", "F32"))
 
 
-def step(*, early: int = 1, late: int = 3, loops_to: int = 0x20, tile_loops_to: int = 0x10) -> list[str]:
+def step(*, caps: int = 0, early: int = 1, late: int = 3, loops_to: int = 0x20, tile_loops_to: int = 0x10) -> list[str]:
     """A forward kernel: a first block, the main loop from 0x20 on, the last product, which is waited for with the next
-    tile's scores in flight, and the loop over tiles from 0x10 on.
+    tile's scores in flight, and the loop over tiles from 0x10 on. caps: of scores, in front of the softmax.
     """
-    loop = [HGMMA, SCORES_DONE, "@P1 BRA P2, 0x9000", *[EX2] * early, PV_DONE, *[EX2] * late]
+    loop = [HGMMA, SCORES_DONE, "@P1 BRA P2, 0x9000", *CAP * caps, *[EX2] * early, PV_DONE, *[EX2] * late]
     steps = [PV_DONE, *loop, f"@P1 BRA 0x{loops_to:x}"]
     return [TMA_LOAD, *steps, HGMMA, SCORES_DONE, EX2, f"@P2 BRA 0x{tile_loops_to:x}", PV_DONE]
 
@@ -59,6 +61,7 @@ GOOD = {
     "postprocess_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
     "quantize_rows_kernel": ["LDGSTS.E.BYPASS.128 [R3], desc[UR8][R6.64], P3"],
     "transpose_values_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
+    "list_blocks_kernel": ["STG.E.128 desc[UR4][R2.64], R4"],
 }
 
 
@@ -113,6 +116,7 @@ def build(tmp_path: Path) -> Path:
     common = logs.parent / "cpp/src/quantize_common.cu.o.ptxas"
     common.parent.mkdir(parents=True)
     common.write_text(ptxas_log("transpose_values_kernel"))
+    (common.parent / "packed_list.cu.o.ptxas").write_text(ptxas_log("list_blocks_kernel"))
     return tmp_path
 
 
@@ -224,6 +228,8 @@ def test_logs(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) 
         (step(early=0, late=4), "after 0 of the 4 exponentials"),
         (step(early=3, late=2), "after 3 of the 5 exponentials"),
         (step(early=4, late=0), "after 4 of the 4 exponentials"),
+        (step(caps=4, early=0, late=4), "after 0 of the 4 exponentials"),
+        (step(caps=4, early=3, late=1), "after 3 of the 4 exponentials"),
         (step(early=0, late=0), "after 0 of the 0 exponentials"),
         (step(loops_to=0x7000), "in no loop of their own"),  # the loop over tiles holds both waits
         (step(loops_to=0x7000, tile_loops_to=0x7000), "in no loop of their own"),
@@ -245,6 +251,7 @@ def test_the_wait_for_pv_in_the_right_place(
     script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch, early: int, late: int
 ) -> None:
     assert problems(script, build, monkeypatch, forward_kernel=step(early=early, late=late)) == []
+    assert problems(script, build, monkeypatch, forward_kernel=step(caps=64, early=early, late=late)) == []
 
 
 def test_a_loop_entered_in_its_midst(script: ModuleType, build: Path, monkeypatch: pytest.MonkeyPatch) -> None:

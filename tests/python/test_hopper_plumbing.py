@@ -10,6 +10,7 @@ import torch
 from fake_module import (
     BACKWARD_PARAMETERS,
     CALL_PARAMETERS,
+    FORWARD_PARAMETERS,
     PREPARE_PARAMETERS,
     FakeModule,
     install,
@@ -51,6 +52,7 @@ def test_parameter_names_are_those_of_the_stub() -> None:
     assert tuple(a.arg for a in functions["prepare_forward"].args.posonlyargs) == PREPARE_PARAMETERS
     assert tuple(a.arg for a in functions["__call__"].args.posonlyargs) == ("self", *CALL_PARAMETERS)
     assert tuple(a.arg for a in functions["backward"].args.posonlyargs) == BACKWARD_PARAMETERS
+    assert tuple(a.arg for a in functions["forward"].args.posonlyargs) == FORWARD_PARAMETERS
 
 
 def test_arguments(module: FakeModule) -> None:

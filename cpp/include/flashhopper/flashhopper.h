@@ -41,6 +41,11 @@ typedef struct {
 // out = softmax(softmax_scale * q k^T + mask) v, lse = log of the softmax denominator.
 // The mask lets query i see keys j with  i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right; -1 is unbounded,
 // causal attention is window_right = 0.
+//
+// Packed sequences, where cu_seqlens_q and cu_seqlens_k are given: sequence b is rows [cu_seqlens[b], cu_seqlens[b +
+// 1]) of tensors (total, heads, head_dim), whose batch_stride is not read; lse is (heads, total_q); Sq and Sk are each
+// sequence's own; seqlen_q and seqlen_k are at least the longest. Rows that seqused or cu_seqlens leave out are never
+// read into a result; of out they get 0, of lse -inf. Lengths are read on the device when the call runs.
 typedef struct {
   flashhopper_tensor q;    // (batch, seqlen_q, heads,    head_dim)
   flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, head_dim)
@@ -55,6 +60,13 @@ typedef struct {
   int32_t dtype;      // flashhopper_dtype of q, k, v and out
   int32_t sm_margin;  // multiprocessors left free for other kernels
   void* stream;       // cudaStream_t
+  float softcap;      // scores become softcap * tanh(score / softcap) before the mask; 0: as they are
+  const float* sink;  // (heads): logits that join each row's denominator and have no value; null: none
+  // Packed sequences; null and 0 in a dense batch.
+  const int32_t *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1), offsets that start at 0
+  const int32_t *seqused_q, *seqused_k;        // (batch), how many leading rows of a sequence exist; null: all
+  int64_t total_q, total_k;
+  void* packed_workspace;  // flashhopper_packed_workspace_bytes() of device memory, 16-byte aligned, contents undefined
 } flashhopper_forward_params;
 
 // Attention of 8-bit tensors: an element is data * scale. q and k are e4m3 or int8, v is e4m3, out fp16 or bf16; the
@@ -85,7 +97,8 @@ typedef struct {
 } flashhopper_forward8_params;
 
 // Gradients of flashhopper_forward by recomputation from (q, k, v, out, lse). dk and dv are summed over the query heads
-// of a group. dlse is the gradient of lse, or null for zero.
+// of a group. dlse is the gradient of lse, or null for zero. Scores are softcap * tanh(softmax_scale * q k^T / softcap)
+// where softcap is not 0; a sink is one more logit in each row's denominator, which lse then holds too.
 typedef struct {
   flashhopper_tensor q;           // (batch, seqlen_q, heads,    head_dim)
   flashhopper_tensor k;           // (batch, seqlen_k, kv_heads, head_dim)
@@ -93,14 +106,21 @@ typedef struct {
   flashhopper_tensor out, dout;   // (batch, seqlen_q, heads,    head_dim_v)
   flashhopper_tensor dq, dk, dv;  // of the shapes of q, k, v; every element is written
   const float *lse, *dlse;        // (batch, heads, seqlen_q) contiguous, natural log; dlse may be null
+  const float* sink;              // (heads), natural log, or null
+  float* dsink;                   // (heads), written where sink is not null
   void* workspace;  // plan.workspace_bytes of device memory, 256-byte aligned, contents undefined before and after
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
   int64_t window_left, window_right;
   float softmax_scale;
-  int32_t dtype;          // flashhopper_dtype of all tensors but lse and dlse
+  float softcap;          // 0: none
+  int32_t dtype;          // flashhopper_dtype of q, k, v, out and their gradients
   int32_t sm_margin;      // multiprocessors left free for other kernels
   int32_t deterministic;  // 1: bit-equal gradients in every run; dq's sums then wait for one another
   void* stream;           // cudaStream_t
+  // Packed sequences as in flashhopper_forward_params; null and 0 in a dense batch. Gradients of rows that seqused or
+  // cu_seqlens leave out are 0.
+  const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
+  int64_t total_q, total_k;
 } flashhopper_backward_params;
 
 // 16-bit q, k, v to 8 bits for flashhopper_forward8: value = data * scale, a scale for each block of 128 rows (Q: or
@@ -154,6 +174,7 @@ typedef struct {
 FLASHHOPPER_API const char* flashhopper_version(void);
 FLASHHOPPER_API const char* flashhopper_last_error(void);   // of this thread's last failed call
 FLASHHOPPER_API int64_t flashhopper_workspace_bytes(void);  // of a forward call
+FLASHHOPPER_API int64_t flashhopper_packed_workspace_bytes(int64_t batch, int64_t total_q);
 FLASHHOPPER_API int flashhopper_get_environment(flashhopper_environment* environment);
 FLASHHOPPER_API int flashhopper_forward(const flashhopper_forward_params* params);
 // num_sms: multiprocessors of the device (132 on H100 and H200). Pointers and strides of params are not read.

@@ -254,11 +254,17 @@ def problem(sizes: DenseShape, window_left: int, window_right: int) -> _C.Sizes:
 
 
 def forward_plan(
-    sizes: DenseShape, dtype: torch.dtype, window_left: int, window_right: int, sm_margin: int, device: torch.device
+    sizes: DenseShape,
+    dtype: torch.dtype,
+    window_left: int,
+    window_right: int,
+    sm_margin: int,
+    device: torch.device,
+    totals: tuple[int, int] = (0, 0),
 ) -> _C.Plan:
-    """What the compiled module would launch for these sizes."""
+    """What the compiled module would launch for these sizes; totals: rows of q and k of a packed batch."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     plan: _C.Plan = module.forward_plan(
-        problem(sizes, window_left, window_right), dtype_code(dtype), sm_margin, num_sms
+        problem(sizes, window_left, window_right), dtype_code(dtype), sm_margin, num_sms, totals
     )
     return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -9,8 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-TARGET_MS = 30.0  # device time of one measurement: long enough that the power limit acts, short enough for many cells
-MAX_LAUNCHES = 400  # stay below the driver's launch queue, so that the host never throttles the device
+TARGET_MS = 30.0  # device time of one measurement
+SETTLE_MS = 200.0  # of the same launches right before it, untimed
+MAX_LAUNCHES = 400  # timed at once: the driver's launch queue holds them, so that the host never throttles the device
 _SLEEP_CYCLES_PER_MS = 1.7e6  # torch.cuda._sleep spins clock cycles; the SM clock lies between 1.3 and 2.0 GHz
 
 Call = Callable[[], object]
@@ -43,9 +45,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _elapsed_ms(call: Call, launches: int, lead_ms: float) -> float:
-    """Device time of back-to-back launches; a spinning kernel goes first, to fill the queue meanwhile."""
+def _elapsed_ms(call: Call, launches: int, settle: int, lead_ms: float) -> float:
+    """Device time of a launch among back-to-back launches, after `settle` untimed ones.
+
+    The card is power limited: what runs after a rest runs faster, and its clock remembers for tens of milliseconds how
+    much power the kernel before drew. So nothing stands between the untimed launches and the timed ones, unless a host
+    is too slow to keep the queue filled: then a kernel that spins for lead_ms, while the host fills it.
+    """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(settle):
+        call()
     if lead_ms > 0:
         torch.cuda._sleep(int(lead_ms * _SLEEP_CYCLES_PER_MS))
     start.record()
@@ -54,14 +63,6 @@ def _elapsed_ms(call: Call, launches: int, lead_ms: float) -> float:
     stop.record()
     stop.synchronize()
     return start.elapsed_time(stop) / launches
-
-
-def _settle(contender: Contender) -> None:
-    """Runs the contender untimed for as long as it will be timed: the card is power limited, and its clock remembers
-    for tens of milliseconds how much power the kernel before drew."""
-    for _ in range(contender.launches):
-        contender.call()
-    torch.cuda.synchronize()
 
 
 def _warm_up(contender: Contender) -> None:
@@ -73,15 +74,17 @@ def _warm_up(contender: Contender) -> None:
         contender.call()
     contender.host_ms = (time.perf_counter() - begin) * 1e3 / 3
     torch.cuda.synchronize()
-    device_ms = _elapsed_ms(contender.call, 4, lead_ms=4 * contender.host_ms + 0.2)
+    device_ms = _elapsed_ms(contender.call, 4, 0, lead_ms=4 * contender.host_ms + 0.2)
     contender.launches = max(2, min(MAX_LAUNCHES, round(TARGET_MS / max(device_ms, 1e-3))))
-    # Where the host is slower than the device, the queue must be filled before the clock starts.
-    if contender.host_ms < 0.5 * device_ms:
+    # Where the device is slower than the host, the queue fills by itself.
+    if contender.host_ms < 0.8 * device_ms:
         contender.host_ms = 0.0
 
 
 def measure(contenders: Sequence[Contender], rounds: int) -> None:
-    """Fills times_ms, or error for a contender that raises; the others go on."""
+    """Fills times_ms, or error for a contender that raises; the others go on. Each round has an order of its own, and
+    all contenders rest equally long before a measurement, as long as the slowest host needs.
+    """
     with torch.no_grad():
         for contender in contenders:
             try:
@@ -90,12 +93,11 @@ def measure(contenders: Sequence[Contender], rounds: int) -> None:
                 contender.error = describe(error)
         for turn in range(rounds):
             alive = [c for c in contenders if c.error is None]
-            shift = turn % len(alive) if alive else 0
-            for contender in alive[shift:] + alive[:shift]:
-                lead_ms = 0.1 + min(60.0, contender.host_ms * contender.launches)
+            lead_ms = min(60.0, max((c.host_ms * c.launches for c in alive), default=0.0))
+            for contender in random.Random(turn).sample(alive, len(alive)):
+                settle = round(contender.launches * SETTLE_MS / TARGET_MS)
                 try:
-                    _settle(contender)
-                    contender.times_ms.append(_elapsed_ms(contender.call, contender.launches, lead_ms))
+                    contender.times_ms.append(_elapsed_ms(contender.call, contender.launches, settle, lead_ms))
                 except Exception as error:
                     contender.error = describe(error)
 

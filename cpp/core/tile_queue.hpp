@@ -69,10 +69,14 @@ struct TileReader {
   // The same in two steps, for a warp that would rather look again than keep a copy in registers: the slot of the next
   // tile, and its return when every lane has seen enough of it.
   FLASHHOPPER_DEVICE int await() {
-    int const slot = position.slot;
-    storage.tile_full[slot].wait(position.phase);
+    int const slot = look();
     position.advance();
     return slot;
+  }
+  // The slot of the next tile, which stays the next.
+  FLASHHOPPER_DEVICE int look() const {
+    storage.tile_full[position.slot].wait(position.phase);
+    return position.slot;
   }
   FLASHHOPPER_DEVICE void hand_back(int slot, bool is_elected) {
     __syncwarp();

@@ -81,7 +81,8 @@ struct ForwardConsumer {
     }
   }
 
-  // The slot of the next tile that has keys, negative after the last; those that have none are finished on the way.
+  // The slot of the next tile that has keys, negative after the last; those that have none are finished on the way. For
+  // a warp that holds no slot: the queue has few, and behind so many tiles without keys it would wait for its own.
   FLASHHOPPER_DEVICE int next_tile(TileReader<ForwardStorage<Traits>>& reader) const {
     while (true) {
       int const slot = reader.await();
@@ -93,6 +94,12 @@ struct ForwardConsumer {
       store_unused<Traits::kHeadDimV>(args, tile, first_row(tile), lane);
       reader.hand_back(slot, lane == 0);
     }
+  }
+  // The same for a warp that still holds the slot of its tile: negative too where the next tile has no keys, which is
+  // then left for next_tile.
+  FLASHHOPPER_DEVICE int next_tile_early(TileReader<ForwardStorage<Traits>>& reader) const {
+    SequenceTile const& tile = storage.tile[reader.look()];
+    return tile.block >= 0 && visited_blocks<Traits>(args, tile).size() > 0 ? reader.await() : -1;
   }
   // Sequence position of the thread's accumulator row 0.
   FLASHHOPPER_DEVICE int first_row(Tile const& tile) const {

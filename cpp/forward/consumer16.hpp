@@ -39,7 +39,7 @@ struct Consumer16 : ForwardConsumer<Traits> {
     auto issue_qk = [&] {
       issue_gemm<Accumulate::kFresh>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
-    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a
+    // The first scores of a tile. Where no tile is ready they are of whatever lies there, and nobody looks at them: a
     // wgmma under a condition would make ptxas serialise them all.
     auto start_tile = [&] {
       if (slot >= 0) {
@@ -61,69 +61,74 @@ struct Consumer16 : ForwardConsumer<Traits> {
     };
 
     if (warpgroup == Traits::kWarpgroups - 1) this->pass_turn();  // to warpgroup 0, which goes first
-    start_tile();
     while (slot >= 0) {
-      SequenceTile const& tile = storage.tile[slot];
-      BlockRange const blocks = visited_blocks<Traits>(args, tile);
-      BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
-      OnlineSoftmax softmax(args.softmax_scale_log2);
-      float rescale[kRowsPerThread];
-      // From the scores of block n to its probabilities, while the previous block's product with V runs. That product
-      // is waited for within the exponentials: the rest of them then share their time with the conversions and with the
-      // rescaling of O. ptxas would move the wait to the top, where nothing is left to overlap; the release of K in
-      // front of it, tied to the first exponential, holds it down (scripts/check_sass.py verifies).
-      auto finish_scores = [&](int n, auto pv_in_flight) {
-        warpgroup_fence_operand(tSrS);
-        if (args.softcap.factor != 0.f) args.softcap.apply(scores);
-        // Whether a block needs the element mask is the same for all threads of the CTA.
-        if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, tile, n);
-        rescale[0] = softmax.raise_max(scores, 0);
-        rescale[1] = softmax.raise_max(scores, 1);
-        softmax.exponentiate(scores, 0);
-        this->release_after(storage.k_empty, at_k, scores[0]);
-        softmax.exponentiate(scores, 1);
-        if constexpr (decltype(pv_in_flight)::value) finish_pv(Int<0>{});
-        pack_all<Element>(scores, probabilities);
-        multiply_rows(outputs, rescale);
-      };
+      start_tile();
+      do {
+        SequenceTile const& tile = storage.tile[slot];
+        BlockRange const blocks = visited_blocks<Traits>(args, tile);
+        BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
+        OnlineSoftmax softmax(args.softmax_scale_log2);
+        float rescale[kRowsPerThread];
+        // From the scores of block n to its probabilities, while the previous block's product with V runs. That product
+        // is waited for within the exponentials: the rest of them then share their time with the conversions and with
+        // the rescaling of O. ptxas would move the wait to the top, where nothing is left to overlap; the release of K
+        // in front of it, tied to the first exponential, holds it down (scripts/check_sass.py verifies).
+        auto finish_scores = [&](int n, auto pv_in_flight) {
+          warpgroup_fence_operand(tSrS);
+          if (args.softcap.factor != 0.f) args.softcap.apply(scores);
+          // Whether a block needs the element mask is the same for all threads of the CTA.
+          if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, tile, n);
+          rescale[0] = softmax.raise_max(scores, 0);
+          rescale[1] = softmax.raise_max(scores, 1);
+          softmax.exponentiate(scores, 0);
+          this->release_after(storage.k_empty, at_k, scores[0]);
+          softmax.exponentiate(scores, 1);
+          if constexpr (decltype(pv_in_flight)::value) finish_pv(Int<0>{});
+          pack_all<Element>(scores, probabilities);
+          multiply_rows(outputs, rescale);
+        };
 
-      FLASHHOPPER_UNROLL
-      for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
-      int n = blocks.end - 1;
-      warpgroup_wait<0>();
-      finish_scores(n, false_type{});
-      for (--n; n >= blocks.begin; --n) {
-        storage.k_full[at_k.slot].wait(at_k.phase);
-        this->wait_turn();
-        issue_qk();
+        FLASHHOPPER_UNROLL
+        for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
+        int n = blocks.end - 1;
+        warpgroup_wait<0>();
+        finish_scores(n, false_type{});
+        for (--n; n >= blocks.begin; --n) {
+          storage.k_full[at_k.slot].wait(at_k.phase);
+          this->wait_turn();
+          issue_qk();
+          issue_pv();
+          this->pass_turn();
+          warpgroup_wait<1>();
+          finish_scores(n, true_type{});
+        }
+        this->release(storage.q_empty[warpgroup], at_q);
         issue_pv();
-        this->pass_turn();
-        warpgroup_wait<1>();
-        finish_scores(n, true_type{});
-      }
-      this->release(storage.q_empty[warpgroup], at_q);
-      issue_pv();
-      float const sink = sink_of(args, tile);  // asked for here: what follows hides its latency
-      int const done = slot;
-      slot = this->next_tile(reader);
-      // With a second slot the next queries are there, and their first scores keep the tensor cores busy while this
-      // tile's output leaves.
-      if constexpr (Traits::kQStages > 1) start_tile();
-      finish_pv(Int<(Traits::kQStages > 1)>{});
+        float const sink = sink_of(args, tile);  // asked for here: what follows hides its latency
+        int const done = slot;
+        slot = -1;
+        // With a second slot the next queries are there, and their first scores keep the tensor cores busy while this
+        // tile's output leaves.
+        if constexpr (Traits::kQStages > 1) {
+          slot = this->next_tile_early(reader);
+          start_tile();
+        }
+        finish_pv(Int<(Traits::kQStages > 1)>{});
 
-      float normalise[kRowsPerThread], lse[kRowsPerThread];
-      softmax.finish(normalise, lse, (sink + args.softcap.shift) * kLog2e);
-      multiply_rows(outputs, normalise);
-      for (float& value : lse) value -= args.softcap.shift;
-      int const first_row = this->first_row(tile);
-      store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
-      store_output<Element>(args, tile, outputs, first_row, lane);
-      store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
-      reader.hand_back(done, lane == 0);
-      if constexpr (Traits::kQStages == 1) start_tile();
+        float normalise[kRowsPerThread], lse[kRowsPerThread];
+        softmax.finish(normalise, lse, (sink + args.softcap.shift) * kLog2e);
+        multiply_rows(outputs, normalise);
+        for (float& value : lse) value -= args.softcap.shift;
+        int const first_row = this->first_row(tile);
+        store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
+        store_output<Element>(args, tile, outputs, first_row, lane);
+        store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
+        reader.hand_back(done, lane == 0);
+      } while (slot >= 0);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+      slot = this->next_tile(reader);
     }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(tSrS);
     if (warpgroup == 0) this->wait_turn();  // the one arrival still pending, so that the barrier ends even
   }
 

@@ -60,7 +60,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       constexpr Accumulate kMode = Traits::kIntegerScores ? Accumulate::kAdd : Accumulate::kFresh;
       issue_gemm<kMode>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
-    // The first scores of a tile. After the last tile they are of whatever lies there, and nobody looks at them: a
+    // The first scores of a tile. Where no tile is ready they are of whatever lies there, and nobody looks at them: a
     // wgmma under a condition would make ptxas serialise them all.
     auto start_tile = [&] {
       if (slot >= 0) {
@@ -92,127 +92,130 @@ struct Consumer8 : ForwardConsumer<Traits> {
     };
 
     if (warpgroup == Traits::kWarpgroups - 1) this->pass_turn();  // to warpgroup 0, which goes first
-    start_tile();
     while (slot >= 0) {
-      SequenceTile const& tile = storage.tile[slot];
-      BlockRange const blocks = visited_blocks<Traits>(args, tile);
-      ScaledSoftmax softmax;
-      float q_factor[kRowsPerThread], rescale[kRowsPerThread];
-      // Of the product in flight or due: log2 of the scale that rides on its probabilities, and what is left of the
-      // values' scale. Where a block's values are far smaller than others, only a part rides: probabilities rounded to
-      // zero would be missing from the row sum.
-      float scale_in_flight = 0.f, left_in_flight = 1.f;
-      float largest_scale = -INFINITY;
-      FLASHHOPPER_UNROLL
-      for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
-      FLASHHOPPER_UNROLL
-      for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
-
-      int n = blocks.end - 1;
-      // From the scores of block n to its probabilities. between: what is done in the midst of the exponentials; the
-      // release of K, tied to the first of them, keeps ptxas from moving it to the top.
-      auto finish_scores = [&](auto&& between) {
-        warpgroup_fence_operand(tSrS);
-        mask_step(scores, slot, n);
-        float2 const scales = storage.scales[at_k.slot];
-        float log2_scale = fast_log2(scales.y), left = 1.f;
-        if constexpr (kSumsByProduct) {
-          largest_scale = fmaxf(largest_scale, log2_scale);
-          float const rides = fmaxf(log2_scale, largest_scale - kScaleBits);
-          left = fast_exp2(log2_scale - rides);
-          log2_scale = rides;
-        }
-        float const factor[kRowsPerThread] = {q_factor[0] * scales.x, q_factor[1] * scales.x};
-        float raised[kRowsPerThread];
-        raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
-        raised[1] = softmax.raise_max(scores, 1, kZero, factor[1], log2_scale);
-        auto const add_own_sum = [&](int r) {
-          if constexpr (!kSumsByProduct) softmax.add_sum(softmax.sum_of(scores, r), r, raised[r], log2_scale);
-        };
-        softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale);
-        this->release_after(storage.k_empty, at_k, scores[0]);
-        add_own_sum(0);
-        softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale);
-        add_own_sum(1);
-        between();
-        rescale[0] = raised[0];
-        rescale[1] = raised[1];
-        scale_in_flight = log2_scale;
-        left_in_flight = left;
-        pack_probabilities(scores, probabilities);
-      };
-      auto add_sums = [&] {
-        if constexpr (kSumsByProduct) {
-          FLASHHOPPER_UNROLL
-          for (int r = 0; r < kRowsPerThread; ++r) softmax.add_sum(part[kPart + 2 * r], r, rescale[r], scale_in_flight);
-        }
-      };
-      auto finish_pv = [&](auto in_flight) {
-        warpgroup_wait<decltype(in_flight)::value>();
-        add_part(0, rescale, left_in_flight);
-        add_sums();
-        this->release(storage.v_empty, at_v);
-      };
-      // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
-      auto multiply_values = [&] {
-        auto at = at_k.before();
+      start_tile();
+      do {
+        SequenceTile const& tile = storage.tile[slot];
+        BlockRange const blocks = visited_blocks<Traits>(args, tile);
+        ScaledSoftmax softmax;
+        float q_factor[kRowsPerThread], rescale[kRowsPerThread];
+        // Of the product in flight or due: log2 of the scale that rides on its probabilities, and what is left of the
+        // values' scale. Where a block's values are far smaller than others, only a part rides: probabilities rounded
+        // to zero would be missing from the row sum.
+        float scale_in_flight = 0.f, left_in_flight = 1.f;
+        float largest_scale = -INFINITY;
         FLASHHOPPER_UNROLL
-        for (int p = 0; p < Traits::kParts; ++p) {
-          // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the
-          // additions of a part until the next is under way, and runs out of registers.
-          storage.v_full[at.slot].wait(at.phase);
-          issue_pv(at.slot, p);
-          warpgroup_wait<0>();
-          add_part(p, rescale, left_in_flight);
-        }
-        add_sums();
-        this->release(storage.v_empty, at);
-      };
+        for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
+        FLASHHOPPER_UNROLL
+        for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
 
-      int const done = slot;
-      if constexpr (kOverlaps) {
-        warpgroup_wait<0>();
-        finish_scores([] {});
-        for (--n; n >= blocks.begin; --n) {
-          storage.k_full[at_k.slot].wait(at_k.phase);
-          this->wait_turn();
-          issue_qk();
-          storage.v_full[at_v.slot].wait(at_v.phase);
-          issue_pv(at_v.slot, 0);
-          this->pass_turn();
-          warpgroup_wait<1>();
-          finish_scores([&] { finish_pv(Int<0>{}); });
-        }
-        this->release(storage.q_empty[warpgroup], at_q);
-        storage.v_full[at_v.slot].wait(at_v.phase);
-        issue_pv(at_v.slot, 0);
-        slot = this->next_tile(reader);
-        start_tile();
-        finish_pv(Int<1>{});
-      } else {
-        while (true) {
+        int n = blocks.end - 1;
+        // From the scores of block n to its probabilities. between: what is done in the midst of the exponentials; the
+        // release of K, tied to the first of them, keeps ptxas from moving it to the top.
+        auto finish_scores = [&](auto&& between) {
+          warpgroup_fence_operand(tSrS);
+          mask_step(scores, slot, n);
+          float2 const scales = storage.scales[at_k.slot];
+          float log2_scale = fast_log2(scales.y), left = 1.f;
+          if constexpr (kSumsByProduct) {
+            largest_scale = fmaxf(largest_scale, log2_scale);
+            float const rides = fmaxf(log2_scale, largest_scale - kScaleBits);
+            left = fast_exp2(log2_scale - rides);
+            log2_scale = rides;
+          }
+          float const factor[kRowsPerThread] = {q_factor[0] * scales.x, q_factor[1] * scales.x};
+          float raised[kRowsPerThread];
+          raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
+          raised[1] = softmax.raise_max(scores, 1, kZero, factor[1], log2_scale);
+          auto const add_own_sum = [&](int r) {
+            if constexpr (!kSumsByProduct) softmax.add_sum(softmax.sum_of(scores, r), r, raised[r], log2_scale);
+          };
+          softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale);
+          this->release_after(storage.k_empty, at_k, scores[0]);
+          add_own_sum(0);
+          softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale);
+          add_own_sum(1);
+          between();
+          rescale[0] = raised[0];
+          rescale[1] = raised[1];
+          scale_in_flight = log2_scale;
+          left_in_flight = left;
+          pack_probabilities(scores, probabilities);
+        };
+        auto add_sums = [&] {
+          if constexpr (kSumsByProduct) {
+            FLASHHOPPER_UNROLL
+            for (int r = 0; r < kRowsPerThread; ++r)
+              softmax.add_sum(part[kPart + 2 * r], r, rescale[r], scale_in_flight);
+          }
+        };
+        auto finish_pv = [&](auto in_flight) {
+          warpgroup_wait<decltype(in_flight)::value>();
+          add_part(0, rescale, left_in_flight);
+          add_sums();
+          this->release(storage.v_empty, at_v);
+        };
+        // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
+        auto multiply_values = [&] {
+          auto at = at_k.before();
+          FLASHHOPPER_UNROLL
+          for (int p = 0; p < Traits::kParts; ++p) {
+            // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the
+            // additions of a part until the next is under way, and runs out of registers.
+            storage.v_full[at.slot].wait(at.phase);
+            issue_pv(at.slot, p);
+            warpgroup_wait<0>();
+            add_part(p, rescale, left_in_flight);
+          }
+          add_sums();
+          this->release(storage.v_empty, at);
+        };
+
+        int const done = slot;
+        if constexpr (kOverlaps) {
           warpgroup_wait<0>();
           finish_scores([] {});
-          this->wait_turn();
-          multiply_values();
-          if (--n < blocks.begin) break;
-          storage.k_full[at_k.slot].wait(at_k.phase);
-          issue_qk();
+          for (--n; n >= blocks.begin; --n) {
+            storage.k_full[at_k.slot].wait(at_k.phase);
+            this->wait_turn();
+            issue_qk();
+            storage.v_full[at_v.slot].wait(at_v.phase);
+            issue_pv(at_v.slot, 0);
+            this->pass_turn();
+            warpgroup_wait<1>();
+            finish_scores([&] { finish_pv(Int<0>{}); });
+          }
+          this->release(storage.q_empty[warpgroup], at_q);
+          storage.v_full[at_v.slot].wait(at_v.phase);
+          issue_pv(at_v.slot, 0);
+          slot = this->next_tile_early(reader);
+          start_tile();
+          finish_pv(Int<1>{});
+        } else {
+          while (true) {
+            warpgroup_wait<0>();
+            finish_scores([] {});
+            this->wait_turn();
+            multiply_values();
+            if (--n < blocks.begin) break;
+            storage.k_full[at_k.slot].wait(at_k.phase);
+            issue_qk();
+            this->pass_turn();
+          }
           this->pass_turn();
+          this->release(storage.q_empty[warpgroup], at_q);
+          slot = -1;
         }
-        this->pass_turn();
-        this->release(storage.q_empty[warpgroup], at_q);
-        slot = this->next_tile(reader);
-      }
 
-      float normalise[kRowsPerThread], lse[kRowsPerThread];
-      softmax.finish(normalise, lse);
-      finish_rows(tile, outputs, normalise, lse);
-      reader.hand_back(done, lane == 0);
-      if constexpr (!kOverlaps) start_tile();
+        float normalise[kRowsPerThread], lse[kRowsPerThread];
+        softmax.finish(normalise, lse);
+        finish_rows(tile, outputs, normalise, lse);
+        reader.hand_back(done, lane == 0);
+      } while (slot >= 0);
+      warpgroup_wait<0>();
+      warpgroup_fence_operand(tSrS);
+      slot = this->next_tile(reader);
     }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(tSrS);
     if (warpgroup == 0) this->wait_turn();  // the one arrival still pending, so that the barrier ends even
   }
 

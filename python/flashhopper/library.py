@@ -86,7 +86,7 @@ def run_dense(
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
         if has_sink or softcap != 0.0:
             options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
-            return hopper_options.dense_forward(q, k, v, sink, sizes, options)
+            return hopper_options.dense_forward(q, k, v, sink, sizes, options, into)
         numbers = (softmax_scale, window_left, window_right, sm_margin)
         return hopper.forward(q, k, v, sizes, *numbers, needs_lse, key, into)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from gpu_support import Tensors, poison_free_memory
+from gpu_support import Tensors, judged, poison_free_memory
 
 import flashhopper
 
@@ -186,6 +186,7 @@ def judge(
     """The 16-bit rule for each gradient: max error against float64 at most twice that of the same-dtype autograd, plus
     1e-5 (and what _noise_of_dsink says); always finite. None where it holds, else what breaks it.
     """
+    judged.count += 1
     exact = materialised_gradients(q, k, v, dout, options, torch.float64, dlse)
     plain = materialised_gradients(q, k, v, dout, options, q.dtype, dlse)
     # Where a query sees one key its weight is 1, and the gradients of its score cancel to zero, exactly so in the

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from gpu_support import GUARD, LSE_TOLERANCE, NAN, Tensors, workspace
+from gpu_support import GUARD, LSE_TOLERANCE, NAN, Tensors, judged, workspace
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -140,6 +140,7 @@ def packed_attention(batch: Packed, options: Options, dtype: torch.dtype) -> Pai
 
 def judge(found: Pair, exact: Pair, plain: torch.Tensor) -> str | None:
     """The 16-bit rule; what breaks it, or None."""
+    judged.count += 1
     (out, lse), (right, right_lse) = found, exact
     if out.isnan().any() or lse.isnan().any():
         return f"{int(out.isnan().sum())} of out, {int(lse.isnan().sum())} of lse are NaN or were never written"

@@ -65,17 +65,17 @@ def test_in_a_graph(causal: bool) -> None:
         assert_equal_bits(out, flashhopper.flash_attn_func(q, k, v, causal=causal))
 
 
-def test_a_misaligned_address_is_refused_by_name() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_a_misaligned_address_is_refused_by_name(softcap: float) -> None:
     q, k, v = draw(5, 1, 64, 64, 2, 2, 64)
     store = torch.full((q.numel() + 8,), NAN, dtype=q.dtype, device="cuda")
     with pytest.raises(ValueError, match="out cannot be written in 16-byte pieces"):
-        flashhopper.flash_attn_func(q, k, v, out=store[1 : 1 + q.numel()].view(q.shape))
+        flashhopper.flash_attn_func(q, k, v, softcap=softcap, out=store[1 : 1 + q.numel()].view(q.shape))
     assert store.isnan().all()
 
 
 @pytest.mark.parametrize("option", [{"window_size": (40, 0)}, {"softcap": 2.0}], ids=str)
-def test_whichever_engine_serves(option: dict[str, object]) -> None:
-    flashhopper.set_backend("auto")
+def test_with_options(option: dict[str, object]) -> None:
     q, k, v = draw(6, 2, 200, 300, 4, 2, 64)
     out, store = _guarded(q.shape, q.dtype)
     assert flashhopper.flash_attn_func(q, k, v, out=out, **option) is out  # type: ignore[arg-type]
@@ -85,7 +85,6 @@ def test_whichever_engine_serves(option: dict[str, object]) -> None:
 
 
 def test_packed() -> None:
-    flashhopper.set_backend("auto")
     q, k, v = (x[0] for x in draw(7, 1, 300, 400, 4, 2, 64))
     offsets_q, offsets_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 300], [0, 0, 400]))
     arguments = (q, k, v, offsets_q, offsets_k, 200, 400)

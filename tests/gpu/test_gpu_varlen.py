@@ -205,6 +205,7 @@ def test_many_short_sequences() -> None:
     assert_equal_bits(lse.view(2, 70_000, 2).transpose(0, 1), expected_lse)
 
 
+@pytest.mark.xdist_group("large")
 @pytest.mark.usefixtures("empty_cache")
 def test_millions_of_tokens_past_2_31_elements() -> None:
     """Two sequences of 2.1 million tokens, rows of 1024 elements: every offset needs 64 bits."""

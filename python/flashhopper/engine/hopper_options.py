@@ -30,10 +30,14 @@ def dense_forward(
     sink: torch.Tensor | None,
     sizes: DenseShape,
     options: Options,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), as hopper.forward."""
     batch, seqlen_q, heads, _, _, _, head_dim_v = sizes
-    out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
+    if out is None:
+        out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
+    elif (reason := hopper.copy_reason(out)) is not None:
+        raise ValueError(f"out cannot be written in 16-byte pieces: {reason}")
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if lse.numel() > 0:
         _launch(q, k, v, out, lse, sink, None, sizes, options)

@@ -153,6 +153,7 @@ def test_offsets_beyond_the_tensors_read_nothing() -> None:
         launch((batch.q, batch.k, batch.v), PLAIN, batch)  # writes nothing outside, and ends
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_no_call_waits_for_the_device() -> None:
     batch = draw_packed(4, LENGTHS_Q, LENGTHS_K, 4, 2, 128)
     public(batch, CAUSAL)

@@ -23,9 +23,14 @@ struct BackwardConsumer {
   int const warpgroup;
   int const thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
   int const lane = thread % 32;
-  // Row of accumulator row 0 within 64 rows, and first column within an 8-column group.
-  int const thread_row = thread / 32 * 16 + lane / 4;
-  int const thread_column = lane % 4 * 2;
+  int const thread_column = lane % 4 * 2;  // the first within an 8-column group
+
+  // `thread` read anew: what follows from it need not be held in a register through the loop, which has none left.
+  FLASHHOPPER_DEVICE static int thread_again() {
+    int thread_index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread_index));
+    return thread_index % kWarpgroupThreads;
+  }
 
   // Before the mask, whose -inf must stay.
   FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
@@ -39,16 +44,17 @@ struct BackwardConsumer {
     if (lane == 0) empty.arrive();
   }
 
-  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this thread's
-  // accumulator row 0 within the tile.
+  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this
+  // warpgroup's rows within the tile.
   FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], Step const& step, int first_row) const {
-    if (step.is_masked == 0) return;
+    if (!step.is_masked) return;
     BlockMask const mask = step.mask;
+    int const again = thread_again(), column = again % 4 * 2;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const row = first_row + 8 * r;
-      int const begin = row + mask.lo - thread_column;
-      int const end = row < mask.keys ? row + mask.hi - thread_column : INT32_MIN;
+      int const row = first_row + again / 32 * 16 + again % 32 / 4 + 8 * r;
+      int const begin = row + mask.lo - column;
+      int const end = row < mask.keys ? row + mask.hi - column : INT32_MIN;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         bool const seen = accumulator_column(e) >= begin && accumulator_column(e) < end;
@@ -146,7 +152,7 @@ struct BackwardConsumer {
   // before.
   FLASHHOPPER_DEVICE void write_dq(float const (&dq)[kDq], uint32_t parity) const {
     storage.dq_empty[warpgroup].wait(parity ^ 1);
-    float4* const slot = reinterpret_cast<float4*>(storage.dq[warpgroup]) + thread;
+    float4* const slot = reinterpret_cast<float4*>(storage.dq[warpgroup]) + thread_again();
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kDq; e += 4) {
       slot[e / 4 * kWarpgroupThreads] = float4{dq[e], dq[e + 1], dq[e + 2], dq[e + 3]};

@@ -3,6 +3,7 @@
 
 #include "backward/traits.hpp"
 #include "core/barriers.hpp"
+#include "core/mask.hpp"
 #include "core/scheduler.hpp"
 
 namespace flashhopper {
@@ -22,7 +23,8 @@ struct BackwardTile : SequenceTile {
 // What consumers need to know of a step; the query warp writes it beside Q.
 struct alignas(16) Step {
   BlockMask mask;
-  int is_masked;  // 0: every query sees every key
+  bool is_masked;  // else every query sees every key
+  bool ends_tile;    // of its tile
 };
 
 // By keys: how a tile ends.

@@ -75,7 +75,9 @@ constexpr int64_t smem_bytes(BackwardConfig const& config) {
   int64_t const exchange = int64_t{exchange_tiles(config)} * config.tile_m * config.tile_n;
   int64_t const row_values = int64_t{config.q_stages + config.dout_stages} * config.tile_m;  // lse and delta
   int64_t const dq = int64_t{kBackwardWarpgroups} * dq_slot_floats(config);
-  return (q + dout + kv + exchange) * element_bytes + (row_values + dq) * float_bytes + kBarrierBytes;
+  int64_t const used = (q + dout + kv + exchange) * element_bytes + (row_values + dq) * float_bytes;
+  constexpr int64_t kAlignment = 1024;  // of the storage struct, whose size is a multiple of it
+  return (used + kAlignment - 1) / kAlignment * kAlignment + kBarrierBytes;
 }
 
 constexpr bool is_valid(BackwardConfig const& config) {

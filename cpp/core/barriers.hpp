@@ -78,6 +78,11 @@ FLASHHOPPER_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init
 // Makes ordinary shared-memory writes of this thread visible to TMA and wgmma.
 FLASHHOPPER_DEVICE void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// Between a kernel and the next on its stream that starts with it (core/launch.hpp): the next may be put on the
+// multiprocessors from now on; what the previous one wrote is there. Without such a start both do nothing.
+FLASHHOPPER_DEVICE void allow_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+FLASHHOPPER_DEVICE void await_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // A value in device memory that passes from one CTA to the next: what was done before its release is seen after it.
 FLASHHOPPER_DEVICE void await_value(int const* address, int value) {
   int seen;

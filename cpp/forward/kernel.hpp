@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fence_barrier_init();
   }
   if constexpr (Traits::kSumColumns > 0) storage.fill_sum_columns();
+  await_previous();  // the list of a packed batch
   __syncthreads();
 
   int const warpgroup = cutlass::canonical_warp_group_idx();

@@ -2,20 +2,31 @@
 // longest first, each with its resolved rows. One CTA. Before it: src/packed_list.cu. After it: core/scheduler.hpp.
 #pragma once
 
+#include "core/barriers.hpp"
 #include "packed/args.hpp"
 
 namespace flashhopper {
 
 inline constexpr int kListThreads = 1024;
 
-// Sums over the threads before and up to this one, none above `most`. values: one for each thread, replaced.
-FLASHHOPPER_DEVICE void inclusive_sums(int (&values)[kListThreads], int thread, int most) {
-  for (int distance = 1; distance < kListThreads; distance *= 2) {
-    int const before = thread >= distance ? values[thread - distance] : 0;
-    __syncthreads();
-    values[thread] = min_of(values[thread] + before, most);
-    __syncthreads();
+// The sum of the values of the lanes up to this one, never above `most`.
+FLASHHOPPER_DEVICE int sum_in_warp(int value, int lane, int most) {
+  for (int distance = 1; distance < 32; distance *= 2) {
+    int const before = __shfl_up_sync(0xffffffffu, value, distance);
+    if (lane >= distance) value = min_of(value + before, most);
   }
+  return value;
+}
+
+// The same over all threads. of_warps: memory for one value a warp.
+FLASHHOPPER_DEVICE int sum_in_block(int value, int thread, int most, int (&of_warps)[kListThreads / 32]) {
+  int const lane = thread % 32, warp = thread / 32;
+  value = sum_in_warp(value, lane, most);
+  if (lane == 31) of_warps[warp] = value;
+  __syncthreads();
+  if (warp == 0) of_warps[lane] = sum_in_warp(of_warps[lane], lane, most);
+  __syncthreads();
+  return warp == 0 ? value : min_of(value + of_warps[warp - 1], most);
 }
 
 // Sequences are taken kListThreads at a time. A batch of no more than that is sorted; in a larger one there is work
@@ -23,7 +34,9 @@ FLASHHOPPER_DEVICE void inclusive_sums(int (&values)[kListThreads], int thread, 
 __global__ void __launch_bounds__(kListThreads) list_blocks_kernel(__grid_constant__ ListArgs const args) {
   __shared__ PackedBlock sequences[kListThreads];
   __shared__ int tile_work[kListThreads];
-  __shared__ int ends[kListThreads];  // blocks up to and with a sequence
+  __shared__ int ends[kListThreads];  // blocks of a sequence, then with all before it
+  __shared__ int of_warps[kListThreads / 32];
+  allow_next();
   int const thread = static_cast<int>(threadIdx.x);
   int const sequence_count = args.batch + 1;  // and what lies behind the last
   int listed = 0;
@@ -47,7 +60,8 @@ __global__ void __launch_bounds__(kListThreads) list_blocks_kernel(__grid_consta
       ends[rank] = min_of(ceil_div(own.rows, args.tile), args.capacity);
     }
     __syncthreads();
-    inclusive_sums(ends, thread, args.capacity - listed);
+    ends[thread] = sum_in_block(ends[thread], thread, args.capacity - listed, of_warps);
+    __syncthreads();
     sequences[thread].first = listed + (thread == 0 ? 0 : ends[thread - 1]);
     __syncthreads();
     for (int place = thread; place < ends[count - 1]; place += kListThreads) {

@@ -58,7 +58,8 @@ flashhopper_status check_problem(Problem const& p, int num_sms) {
     int64_t value, least, most;
   };
   int64_t const least = p.is_packed ? 0 : 1;  // a packed batch may hold no sequence, and rows of none
-  Size const sizes[] = {{"batch", p.batch, least, kMaxSeqlen},   {"heads", p.heads, 1, INT32_MAX},
+  int64_t const most_batch = p.is_packed ? kMaxSeqlen / 2 : INT32_MAX;  // a list's length doubled stays an int
+  Size const sizes[] = {{"batch", p.batch, least, most_batch},   {"heads", p.heads, 1, INT32_MAX},
                         {"kv_heads", p.kv_heads, 1, INT32_MAX},  {"seqlen_q", p.seqlen_q, least, kMaxSeqlen},
                         {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"head_dim", p.head_dim, 8, 256},
                         {"head_dim_v", p.head_dim_v, 8, 256}};

@@ -163,14 +163,68 @@ void nan_stays_visible(bool everywhere) {
   for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
 }
 
+// A sink joins the sum and has no value, wherever it lies; one of -inf changes no bit.
+void sinks_join_the_sum(std::mt19937& random) {
+  std::normal_distribution<double> normal(0.0, 3.0);
+  for (float sink : {-INFINITY, -500.f, -3.f, 0.f, 2.5f, 300.f}) {
+    for (bool empty : {false, true}) {
+      OnlineSoftmax softmax(1.f);
+      float scores[kElements];
+      double const largest = std::max(double{sink}, 20.0);
+      double sums[kRowsPerThread] = {std::exp2(sink - largest), std::exp2(sink - largest)};
+      for (int e = 0; e < kElements; ++e) {
+        scores[e] = empty ? -INFINITY : static_cast<float>(normal(random));
+        sums[accumulator_row(e)] += std::exp2(double{scores[e]} - largest);
+      }
+      double maxima[kRowsPerThread];
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        softmax.raise_max(scores, r);
+        maxima[r] = softmax.row_max[r];
+        softmax.exponentiate(scores, r);
+      }
+      OnlineSoftmax without = softmax;
+      float normalise[kRowsPerThread], lse[kRowsPerThread], plain[kRowsPerThread], plain_lse[kRowsPerThread];
+      softmax.finish(normalise, lse, sink);
+      without.finish(plain, plain_lse);
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        CHECK(close(lse[r], (largest + std::log2(sums[r])) * std::log(2.0), 1e-5));
+        // normalise turns exp2(score - maximum) into exp2(score) / sum.
+        CHECK(close(normalise[r], empty ? 0.0 : std::exp2(maxima[r] - largest) / sums[r], 1e-5));
+        if (sink == -INFINITY) CHECK(normalise[r] == plain[r] && lse[r] == plain_lse[r]);
+      }
+    }
+  }
+}
+
+// The capped score, and what softmax_scale_log2 and the shift make of it, are softcap * tanh.
+void caps_are_tangents() {
+  for (float softcap : {1e-3f, 0.5f, 15.f, 50.f, 1e3f}) {
+    for (float scale : {0.125f, 1.f}) {
+      SoftCap const cap{2 * kLog2e * scale / softcap, softcap};
+      for (float score :
+           {-INFINITY, -6e4f, -300.f, -7.f, -1.f, -1e-3f, 0.f, 1e-3f, 0.7f, 12.f, 500.f, 6e4f, INFINITY}) {
+        float scores[1] = {score};
+        cap.apply(scores);
+        double const found = double{scores[0]} * 2 * softcap - softcap;
+        CHECK(std::abs(found - softcap * std::tanh(double{score} * scale / softcap)) <= 3e-7 * softcap);
+      }
+    }
+  }
+  float nan[1] = {NAN};
+  SoftCap{1.f, 1.f}.apply(nan);
+  CHECK(std::isnan(nan[0]));
+}
+
 }  // namespace
 
 int main() {
+  caps_are_tangents();
   nan_stays_visible(false);
   nan_stays_visible(true);
   scaled_nan_stays_visible();
   value_scales_leave_lse_alone();
   std::mt19937 random(7);
+  sinks_join_the_sum(random);
   for (int repeat = 0; repeat < 200; ++repeat) {
     for (int blocks : {0, 1, 2, 9}) {
       for (double keep : {1.0, 0.5, 0.04, 0.0}) {

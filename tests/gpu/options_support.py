@@ -1,224 +1,206 @@
-"""Gradients of attention with windows, softcap, sink and packed sequences, by the public functions into poisoned
-memory, and the 16-bit rule against autograd through materialised scores. Plain attention: gpu_support.py.
+"""What the tests of packed sequences, windows, softcap and sinks share: attention with all options in any dtype, the
+16-bit rule over a whole packed batch, raw calls into poisoned memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
-from gpu_support import Tensors, poison_free_memory
+from gpu_support import GUARD, LSE_TOLERANCE, NAN, Tensors, workspace
 
-import flashhopper
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a call asks for beside its tensors; lengths: used tokens of q and k of each packed sequence and the tokens
-    that it takes, or none for a dense batch.
-    """
+    """Of one call; windows are (left, right), -1 unbounded."""
 
-    window: tuple[int, int] = (-1, -1)
+    left: int = -1
+    right: int = -1
     softcap: float = 0.0
     sink: torch.Tensor | None = None
     scale: float | None = None
-    lengths: tuple[tuple[int, int], ...] = ()
-    taken: tuple[tuple[int, int], ...] = ()  # as lengths where nothing is said
-    deterministic: bool = False
 
-    def slices(self) -> list[tuple[slice, slice]]:
-        """The used rows of q and k of each packed sequence."""
-        found, at_q, at_k = [], 0, 0
-        for (used_q, used_k), (rows_q, rows_k) in zip(self.lengths, self.taken or self.lengths, strict=True):
-            found.append((slice(at_q, at_q + used_q), slice(at_k, at_k + used_k)))
-            at_q, at_k = at_q + rows_q, at_k + rows_k
-        return found
+    def public(self) -> dict[str, object]:
+        """As the public functions' keywords."""
+        window = (self.left, self.right)
+        return {"window_size": window, "softcap": self.softcap, "sink": self.sink, "softmax_scale": self.scale}
+
+
+PLAIN, CAUSAL = Options(), Options(right=0)
 
 
 def offsets(lengths: Sequence[int]) -> torch.Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    """int32 (batch + 1,) on the GPU."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
 
 
-def draw_sink(seed: int, heads: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of about the size of a row's lse."""
-    generator = torch.Generator(device="cuda").manual_seed(seed + 31)
-    return (2 + 2 * torch.randn(heads, generator=generator, device="cuda")).to(dtype)
+@dataclass
+class Packed:
+    """A packed batch. used: leading rows that exist, None for all; behind: rows of no sequence."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    lengths_q: list[int]
+    lengths_k: list[int]
+    used_q: list[int] | None = None
+    used_k: list[int] | None = None
+    cu_q: torch.Tensor = field(init=False)
+    cu_k: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cu_q, self.cu_k = offsets(self.lengths_q), offsets(self.lengths_k)
+
+    def slices(self) -> list[tuple[slice, slice]]:
+        """The existing rows of q and of k of each sequence."""
+        result, q_begin, k_begin = [], 0, 0
+        for b, (q_length, k_length) in enumerate(zip(self.lengths_q, self.lengths_k, strict=True)):
+            q_used = q_length if self.used_q is None else self.used_q[b]
+            k_used = k_length if self.used_k is None else self.used_k[b]
+            result.append((slice(q_begin, q_begin + q_used), slice(k_begin, k_begin + k_used)))
+            q_begin, k_begin = q_begin + q_length, k_begin + k_length
+        return result
+
+    def used(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        q, k = (None if x is None else torch.tensor(x).int().cuda() for x in (self.used_q, self.used_k))
+        return q, k
+
+    def longest(self) -> tuple[int, int]:
+        return max([0, *self.lengths_q]), max([0, *self.lengths_k])
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """out and lse by the public function."""
-    numbers = {"softmax_scale": options.scale, "window_size": options.window, "softcap": options.softcap}
-    common = {**numbers, "sink": options.sink, "deterministic": options.deterministic, "return_lse": True}
-    if not options.lengths:
-        return flashhopper.flash_attn_func(q, k, v, **common)  # type: ignore[arg-type,return-value]
-    taken = options.taken or options.lengths
-    cu_q, cu_k = (offsets([pair[side] for pair in taken]) for side in (0, 1))
-    most = [max(pair[side] for pair in taken) for side in (0, 1)]
-    used = {}
-    if options.taken:
-        used = {
-            name: torch.tensor([pair[side] for pair in options.lengths], dtype=torch.int32, device="cuda")
-            for side, name in enumerate(("seqused_q", "seqused_k"))
-        }
-    return flashhopper.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *most, **common, **used)  # type: ignore[arg-type,return-value]
+def draw_packed(
+    seed: int,
+    lengths_q: list[int],
+    lengths_k: list[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    head_dim_v: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    used_q: list[int] | None = None,
+    used_k: list[int] | None = None,
+    behind: int = 0,
+) -> Packed:
+    """Normal inputs; every row that does not exist is NaN."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    total_q, total_k = sum(lengths_q) + behind, sum(lengths_k) + behind
+    shapes = (total_q, heads, head_dim), (total_k, kv_heads, head_dim), (total_k, kv_heads, head_dim_v or head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in shapes)
+    batch = Packed(q, k, v, lengths_q, lengths_k, used_q, used_k)
+    missing_q, missing_k = (torch.ones(n, dtype=torch.bool) for n in (total_q, total_k))
+    for rows, keys in batch.slices():
+        missing_q[rows] = missing_k[keys] = False
+    q[missing_q.cuda()] = NAN
+    k[missing_k.cuda()] = v[missing_k.cuda()] = NAN
+    return batch
 
 
-def gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None,
-    options: Options,
-    dlse: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """dq, dk, dv and, with a sink, dsink of <out, dout> + <lse, dlse>, backward into poisoned memory."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v, options.sink) if x is not None]
-    sink = leaves[3] if options.sink is not None else None
-    out, lse = attend(leaves[0], leaves[1], leaves[2], replace(options, sink=sink))
-    pairs = [(result, upstream) for result, upstream in ((out, dout), (lse, dlse)) if upstream is not None]
-    poison_free_memory()
-    found = torch.autograd.grad([result for result, _ in pairs], leaves, [upstream for _, upstream in pairs])
-    for gradient, leaf in zip(found, leaves, strict=True):
-        assert gradient.shape == leaf.shape
-        assert gradient.dtype == leaf.dtype
-    return list(found)
-
-
-def _one(
-    tensors: Tensors, sink: torch.Tensor | None, options: Options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """out (B, Sq, H, Dv) and a stand-in for lse (B, H, Sq), whose gradient with respect to scores and sink is their
-    weights; a logsumexp in 16 bit would round what it takes the weights from. And the sink's weights.
-    """
-    q, k, v = tensors
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, dtype: torch.dtype) -> Pair:
+    """Attention of (batch, seqlen, heads, head_dim) with the whole score matrix in `dtype`."""
     scale = q.size(3) ** -0.5 if options.scale is None else options.scale
     group = q.size(2) // k.size(2)
-    kt, vt = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    scores = q.transpose(1, 2) @ kt.transpose(2, 3) * scale
-    if options.softcap:
+    kt, vt = (x.to(dtype).repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
+    scores = q.to(dtype).transpose(1, 2) @ kt.transpose(2, 3) * scale
+    if options.softcap > 0:
         scores = (scores / options.softcap).tanh() * options.softcap
-    left, right = options.window
-    diagonal = torch.arange(q.size(1), device=q.device)[:, None] + k.size(1) - q.size(1)
-    keys = torch.arange(k.size(1), device=q.device)[None, :]
-    hidden = torch.zeros(q.size(1), k.size(1), dtype=torch.bool, device=q.device)
-    if left >= 0:
-        hidden |= keys < diagonal - left
-    if right >= 0:
-        hidden |= keys > diagonal + right
-    # Rows without a key: finite scores, then no weight, for their gradients would be NaN.
-    dead = hidden.all(-1)[:, None]
-    finite = scores.masked_fill(hidden, 0.0)
-    scores = scores.masked_fill(hidden & ~dead, -math.inf)
-    if sink is None:
-        weights = (scores.softmax(-1) if k.size(1) else scores).masked_fill(dead, 0.0)
-        lse, sink_weight = (weights.detach() * finite).sum(-1), None
-    else:
-        logit = sink.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = scores.masked_fill(dead, -math.inf)
-        full = torch.cat([scores, logit], -1).softmax(-1)
-        weights, sink_weight = full[..., :-1], full[..., -1].detach()
-        lse = (weights.detach() * finite).sum(-1) + sink_weight * logit[..., 0]
-    return (weights @ vt).transpose(1, 2), lse, sink_weight
+    seqlen_q, seqlen_k = scores.shape[2:]
+    diagonal = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=q.device)[None]
+    hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device)
+    if options.left >= 0:
+        hidden |= key < diagonal - options.left
+    if options.right >= 0:
+        hidden |= key > diagonal + options.right
+    scores = scores.masked_fill(hidden, -math.inf)
+    sink = torch.full((q.size(2),), -math.inf, device=q.device) if options.sink is None else options.sink
+    column = sink.to(dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    scores = torch.cat([scores, column], 3)
+    lse = scores.logsumexp(3)
+    dead = (lse == -math.inf)[..., None]
+    weights = scores.masked_fill(dead, 0.0).softmax(3).masked_fill(dead, 0.0)
+    return (weights[..., :-1] @ vt).transpose(1, 2), lse
 
 
-def _sequences(tensors: Sequence[torch.Tensor], options: Options) -> list[tuple[Tensors, slice | None]]:
-    """q, k, v of each sequence as a batch of one, and its rows; of a dense batch all at once."""
-    q, k, v = tensors[:3]
-    if not options.lengths:
-        return [((q, k, v), None)]
-    return [((q[None, a], k[None, b], v[None, b]), a) for a, b in options.slices() if a.stop > a.start]
+def packed_attention(batch: Packed, options: Options, dtype: torch.dtype) -> Pair:
+    """The same, sequence by sequence; rows that do not exist give 0 and -inf."""
+    out = torch.zeros(*batch.q.shape[:2], batch.v.size(2), dtype=dtype, device="cuda")
+    lse = torch.full((batch.q.size(1), batch.q.size(0)), -math.inf, dtype=dtype, device="cuda")
+    for rows, keys in batch.slices():
+        one, one_lse = attention(batch.q[None, rows], batch.k[None, keys], batch.v[None, keys], options, dtype)
+        out[rows], lse[:, rows] = one[0], one_lse[0]
+    return out, lse
 
 
-def materialised_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None,
-    options: Options,
-    dtype: torch.dtype,
-    dlse: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """The same by autograd through the whole score matrix of each sequence in `dtype`."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v, options.sink) if x is not None]
-    sink = leaves[3] if options.sink is not None else None
-    total = leaves[0].new_zeros(())
-    for tensors, rows in _sequences(leaves, options):
-        out, lse, _ = _one(tensors, sink, options)
-        if dout is not None:
-            total = total + (out * (dout if rows is None else dout[None, rows]).to(dtype)).sum(dtype=torch.float64)
-        if dlse is not None:
-            total = total + (lse * (dlse if rows is None else dlse[None, :, rows]).to(dtype)).sum(dtype=torch.float64)
-    if not total.requires_grad:
-        return [torch.zeros_like(x) for x in leaves]
-    found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
+def judge(found: Pair, exact: Pair, plain: torch.Tensor) -> str | None:
+    """The 16-bit rule; what breaks it, or None."""
+    (out, lse), (right, right_lse) = found, exact
+    if out.isnan().any() or lse.isnan().any():
+        return f"{int(out.isnan().sum())} of out, {int(lse.isnan().sum())} of lse are NaN or were never written"
+    error = (out.double() - right).abs().max().item()
+    allowed = 2 * (plain.double() - right).abs().max().item() + 1e-5
+    if not error <= allowed:
+        return f"max error {error:.3e}, allowed {allowed:.3e}"
+    same = lse.double() == right_lse
+    lse_error = torch.where(same, 0.0, lse.double() - right_lse).abs().max().item()
+    return None if lse_error <= LSE_TOLERANCE else f"lse error {lse_error:.3e}, allowed {LSE_TOLERANCE:.0e}"
 
 
-def _noise_of_dsink(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor | None, options: Options
-) -> float:
-    """Four standard deviations of what the rounding of the saved out leaves in dsink = -sum of weight * rowsum(dout *
-    out). A sink has one number a head, and the yardstick's error in a few numbers may be small by luck.
-    """
-    if options.sink is None or dout is None:
-        return 0.0
-    variance = torch.zeros(q.size(-2), dtype=torch.float64, device=q.device)
-    for tensors, rows in _sequences([x.double() for x in (q, k, v)], options):
-        out, _, weight = _one(tensors, options.sink.double(), options)
-        assert weight is not None
-        products = (out * (dout if rows is None else dout[None, rows]).double()).square().sum(-1).transpose(1, 2)
-        variance += (weight.square() * products).sum((0, 2))
-    return 4 * torch.finfo(q.dtype).eps / 12**0.5 * variance.max().sqrt().item()
+def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """NaN memory with a guard on both sides, and the tensor between them."""
+    store = torch.full((math.prod(shape) + 2 * GUARD,), NAN, dtype=dtype, device="cuda")
+    return store, store[GUARD : GUARD + math.prod(shape)].view(shape)
 
 
-def judge(
-    found: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None,
-    options: Options,
-    dlse: torch.Tensor | None = None,
-) -> str | None:
-    """The 16-bit rule for each gradient: max error against float64 at most twice that of the same-dtype autograd, plus
-    1e-5 (and what _noise_of_dsink says); always finite. None where it holds, else what breaks it.
-    """
-    exact = materialised_gradients(q, k, v, dout, options, torch.float64, dlse)
-    plain = materialised_gradients(q, k, v, dout, options, q.dtype, dlse)
-    # Where a query sees one key its weight is 1, and the gradients of its score cancel to zero, exactly so in the
-    # yardstick. A kernel subtracts two fp32 sums of head_dim_v products, taken in different orders.
-    noise = 2**-17 * v.size(-1) ** 0.5 * (q.size(-1) ** -0.5 if options.scale is None else options.scale)
-    alone = k.size(-3) == 1 or options.window == (0, 0)
-    floors = (noise, noise * max(1.0, q.numel() / max(k.numel(), 1)) ** 0.5, 0.0, 0.0) if alone else (0.0,) * 4
-    floors = (*floors[:3], _noise_of_dsink(q, k, v, dout, options))
-    problems = []
-    names = ("dq", "dk", "dv", "dsink")
-    for name, mine, right, yardstick, floor in zip(names, found, exact, plain, floors, strict=False):
-        if mine.numel() == 0:
-            continue
-        error, allowed = ((x.double() - right).abs().nan_to_num(math.inf).max().item() for x in (mine, yardstick))
-        allowed = 2 * allowed + 1e-5 + floor
-        nan = int((~mine.isfinite()).sum())
-        if nan:
-            problems.append(f"{name}: {nan} elements are not finite or were never written")
-        elif not error <= allowed:
-            problems.append(f"{name}: max error {error:.3e}, allowed {allowed:.3e}")
-    return "; ".join(problems) or None
+def launch(tensors: Tensors, options: Options, batch: Packed | None = None) -> Pair:
+    """The compiled module's general forward into NaN between guards; batch: whose offsets a packed call has."""
+    from flashhopper import _C
+
+    q, k, v = (x[None] for x in tensors) if batch is not None else tensors
+    out_store, out = poisoned((*q.shape[:3], v.size(3)), q.dtype)
+    lse_store, lse = poisoned((q.size(0), q.size(2), q.size(1)), torch.float32)
+    views = [(x.data_ptr(), *x.stride()[:3]) for x in (q, k, v, out)]
+    lengths, totals, count = (q.size(1), k.size(1)), (0, 0), q.size(0)
+    offset_tensors: list[torch.Tensor | None] = [None] * 4
+    memory = None
+    if batch is not None:
+        lengths, totals, count = batch.longest(), (q.size(1), k.size(1)), len(batch.lengths_q)
+        offset_tensors = [batch.cu_q, batch.cu_k, *batch.used()]
+        memory = poisoned((_C.packed_workspace_bytes(count, totals[0]) // 4,), torch.float32)
+    sink = None if options.sink is None else options.sink.float()
+    listed = None if memory is None else memory[1]
+    addresses = [0 if x is None else x.data_ptr() for x in (sink, *offset_tensors, listed)]
+    sizes = (count, q.size(2), k.size(2), *lengths, q.size(3), v.size(3), options.left, options.right)
+    scale = q.size(3) ** -0.5 if options.scale is None else options.scale
+    code = _C.BF16 if q.dtype == torch.bfloat16 else _C.FP16
+    stream = torch.cuda.current_stream().cuda_stream
+    places = [lse.data_ptr(), workspace().data_ptr(), *addresses]
+    _C.forward(views, places, sizes, totals, scale, options.softcap, code, 0, stream)
+    stores = [out_store, lse_store] if memory is None else [out_store, lse_store, memory[0]]
+    written = torch.stack([(~x[side]).sum() for y in stores for x in [y.isnan()] for side in _SIDES])
+    assert not written.any(), f"wrote outside out, lse or the list: {written.tolist()} elements"
+    assert not workspace().any(), "the workspace was not left zero"
+    return (out[0], lse[0]) if batch is not None else (out, lse)
 
 
-def assert_right(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dout: torch.Tensor | None,
-    options: Options,
-    dlse: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """One backward held to the rule; its gradients."""
-    found = gradients(q, k, v, dout, options, dlse)
-    problem = judge(found, q, k, v, dout, options, dlse)
-    assert problem is None, f"{options}: {problem}"
-    return found
+_SIDES = (slice(GUARD), slice(-GUARD, None))
+
+
+def packed_problem(batch: Packed, options: Options) -> str | None:
+    """One raw packed launch held to the rule."""
+    found = launch((batch.q, batch.k, batch.v), options, batch)
+    plain, _ = packed_attention(batch, options, batch.q.dtype)
+    return judge(found, packed_attention(batch, options, torch.float64), plain)
+
+
+def dense_problem(tensors: Tensors, options: Options) -> str | None:
+    """One raw dense launch held to the rule."""
+    found = launch(tensors, options)
+    plain, _ = attention(*tensors, options, tensors[0].dtype)
+    return judge(found, attention(*tensors, options, torch.float64), plain)

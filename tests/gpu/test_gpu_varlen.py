@@ -1,0 +1,281 @@
+"""Packed sequences on the forward kernel: ragged lengths, rows that do not exist, bounds inside one tensor map, order,
+graphs, sizes past 32 bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from gpu_support import DTYPES, NAN, assert_equal_bits, draw, poison_free_memory
+from options_support import (
+    CAUSAL,
+    PLAIN,
+    Options,
+    Packed,
+    attention,
+    draw_packed,
+    judge,
+    launch,
+    offsets,
+    packed_attention,
+    packed_problem,
+)
+
+import flashhopper
+
+MASKS = pytest.mark.parametrize("options", [PLAIN, CAUSAL], ids=["full", "causal"])
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72), (128, 64)]
+LENGTHS_Q = [0, 1, 130, 64, 0, 0, 300, 7, 257, 0]
+LENGTHS_K = [5, 1, 0, 300, 0, 9, 129, 200, 257, 0]
+
+
+def public(batch: Packed, options: Options, **more: object) -> tuple[torch.Tensor, torch.Tensor]:
+    used_q, used_k = batch.used()
+    poison_free_memory()
+    return flashhopper.flash_attn_varlen_func(  # type: ignore[return-value]
+        *(batch.q, batch.k, batch.v, batch.cu_q, batch.cu_k, *batch.longest()),
+        seqused_q=used_q,
+        seqused_k=used_k,
+        return_lse=True,
+        **options.public(),
+        **more,
+    )
+
+
+@MASKS
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_ragged_batches(dims: tuple[int, int], dtype: torch.dtype, options: Options) -> None:
+    batch = draw_packed(sum(dims), LENGTHS_Q, LENGTHS_K, 4, 2, *dims, dtype=dtype, behind=3)
+    problem = packed_problem(batch, options)
+    assert problem is None, problem
+
+
+@MASKS
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)], ids=str)
+def test_lengths_at_the_edges_of_boxes(dims: tuple[int, int], options: Options) -> None:
+    """Every sequence lies between rows of NaN that its place holds and that do not exist."""
+    edges = [n + d for n in (64, 80, 112, 128, 160, 192, 256) for d in (-1, 0, 1)]
+    used_q, used_k = [*edges, *edges[::-1]], [*edges, *edges[3:], *edges[:3]]
+    lengths_q, lengths_k = ([n + (i % 3) * 7 for i, n in enumerate(x)] for x in (used_q, used_k))
+    batch = draw_packed(sum(dims), lengths_q, lengths_k, 1, 1, *dims, used_q=used_q, used_k=used_k, behind=300)
+    problem = packed_problem(batch, options)
+    assert problem is None, problem
+
+
+@MASKS
+def test_rows_that_do_not_exist(options: Options) -> None:
+    used_q, used_k = [0, 3, 200, 64, 0, 300], [10, 0, 130, 7, 0, 300]
+    batch = draw_packed(3, [9, 200, 200, 65, 0, 300], [20, 90, 300, 7, 3, 300], 4, 2, 128, used_q=used_q, used_k=used_k)
+    problem = packed_problem(batch, options)
+    assert problem is None, problem
+    out, lse = public(batch, options)
+    exact, exact_lse = flashhopper.reference_attention(
+        *(batch.q.nan_to_num(), batch.k.nan_to_num(), batch.v.nan_to_num()),
+        causal=options.right == 0,
+        cu_seqlens_q=batch.cu_q,
+        cu_seqlens_k=batch.cu_k,
+        seqused_q=batch.used()[0],
+        seqused_k=batch.used()[1],
+    )
+    assert (out.double() - exact).abs().max().item() < 2e-2
+    assert torch.equal(lse.isinf(), exact_lse.isinf())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (8, 1), (12, 4), (71, 1)])
+def test_groups(heads: int, kv_heads: int) -> None:
+    for options, head_dim in itertools.product((PLAIN, CAUSAL), (64, 128)):
+        problem = packed_problem(draw_packed(heads, LENGTHS_Q, LENGTHS_K, heads, kv_heads, head_dim), options)
+        assert problem is None, problem
+
+
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_a_uniform_batch_is_the_dense_one(head_dim: int, options: Options) -> None:
+    q, k, v = draw(head_dim, 5, 333, 333, 4, 2, head_dim)
+    expected, expected_lse = flashhopper.flash_attn_func(q, k, v, causal=options.right == 0, return_lse=True)
+    batch = Packed(*(x.flatten(0, 1) for x in (q, k, v)), [333] * 5, [333] * 5)
+    out, lse = public(batch, options)
+    assert_equal_bits(out.view_as(expected), expected)
+    assert_equal_bits(lse.view(4, 5, 333).transpose(0, 1), expected_lse)
+
+
+@MASKS
+def test_a_sequence_does_not_know_its_neighbours(options: Options) -> None:
+    rng = random.Random(5)
+    lengths = [rng.choice([0, 1, 50, 200, 500]) for _ in range(63)]
+    lengths.insert(20, 300)
+    batch = draw_packed(8, lengths, lengths, 4, 2, 128)
+    alone = slice(sum(lengths[:20]), sum(lengths[:20]) + 300)
+    out, lse = public(batch, options)
+    expected, expected_lse = public(Packed(batch.q[alone], batch.k[alone], batch.v[alone], [300], [300]), options)
+    assert_equal_bits(out[alone], expected)
+    assert_equal_bits(lse[:, alone], expected_lse)
+
+
+def test_strides() -> None:
+    """Heads outside rows, and slices of one fused tensor."""
+    lengths = [100, 0, 333]
+    batch = draw_packed(9, lengths, lengths, 4, 4, 64)
+    fused = torch.full((433, 3, 5, 72), NAN, dtype=torch.bfloat16, device="cuda")
+    fused[:, 0, :4, :64], fused[:, 1, :4, :64], fused[:, 2, :4, :64] = batch.q, batch.k, batch.v
+    expected = public(batch, CAUSAL)
+    views = Packed(*(fused[:, i, :4, :64] for i in range(3)), lengths, lengths)
+    turned = Packed(
+        *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (batch.q, batch.k, batch.v)), *[lengths] * 2
+    )
+    for other in (views, turned):
+        for mine, right in zip(public(other, CAUSAL), expected, strict=True):
+            assert_equal_bits(mine, right)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
+def test_batches_without_rows(lengths: list[int]) -> None:
+    for behind in (0, 5):
+        out, lse = public(draw_packed(1, lengths, lengths, 2, 1, 64, behind=behind), CAUSAL)
+        assert out.shape == (behind, 2, 64)
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+
+
+def test_offsets_beyond_the_tensors_read_nothing() -> None:
+    """They cannot be refused without waiting for the device: they end with the tensors."""
+    batch = draw_packed(2, [100, 150], [130, 200], 4, 2, 128)
+    expected = launch((batch.q, batch.k, batch.v), PLAIN, batch)
+    batch.cu_q[2], batch.cu_k[2] = 2_000_000_000, 1_000_000
+    for mine, right in zip(launch((batch.q, batch.k, batch.v), PLAIN, batch), expected, strict=True):
+        assert_equal_bits(mine, right)
+    for wild in ([-5, 100, 90], [0, 2**31 - 1, 0], [250, 250, -(2**31)]):
+        batch.cu_q.copy_(torch.tensor(wild))
+        launch((batch.q, batch.k, batch.v), PLAIN, batch)  # writes nothing outside, and ends
+
+
+def test_no_call_waits_for_the_device() -> None:
+    batch = draw_packed(4, LENGTHS_Q, LENGTHS_K, 4, 2, 128)
+    public(batch, CAUSAL)
+    longest = batch.longest()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flashhopper.flash_attn_varlen_func(batch.q, batch.k, batch.v, batch.cu_q, batch.cu_k, *longest, causal=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@MASKS
+def test_a_replayed_graph_takes_the_lengths_of_its_replay(options: Options) -> None:
+    first, second = [100, 0, 300, 50], [0, 250, 1, 190]
+    batch = draw_packed(6, first, first, 8, 2, 128, behind=10)
+    used = torch.tensor(first).int().cuda()
+    arguments = (batch.q.nan_to_num(), batch.k.nan_to_num(), batch.v.nan_to_num(), batch.cu_q, batch.cu_k, 460, 460)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        flashhopper.flash_attn_varlen_func(*arguments, seqused_k=used, causal=options.right == 0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = flashhopper.flash_attn_varlen_func(
+            *arguments, seqused_k=used, causal=options.right == 0, return_lse=True
+        )
+    for lengths in (second, first, [441, 0, 0, 0], second):
+        batch.cu_q.copy_(offsets(lengths))
+        batch.cu_k.copy_(offsets(lengths))
+        used.copy_(torch.tensor([n // 2 + n % 2 for n in lengths]))
+        out.fill_(NAN)
+        lse.fill_(NAN)
+        graph.replay()
+        expected, expected_lse = flashhopper.flash_attn_varlen_func(
+            *arguments, seqused_k=used, causal=options.right == 0, return_lse=True
+        )
+        assert_equal_bits(out, expected)
+        assert_equal_bits(lse, expected_lse)
+        assert not out.isnan().any()
+
+
+def test_many_short_sequences() -> None:
+    """More than one round of the list: 70000 sequences of two rows, among as many empty ones."""
+    q, k, v = draw(11, 70_000, 2, 2, 2, 1, 64)
+    lengths = [2, 0] * 70_000
+    out, lse = public(Packed(*(x.flatten(0, 1) for x in (q, k, v)), lengths, lengths), CAUSAL)
+    expected, expected_lse = flashhopper.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert_equal_bits(out.view_as(expected), expected)
+    assert_equal_bits(lse.view(2, 70_000, 2).transpose(0, 1), expected_lse)
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_millions_of_tokens_past_2_31_elements() -> None:
+    """Two sequences of 2.1 million tokens, rows of 1024 elements: every offset needs 64 bits."""
+    half, row = 2_100_000, 1024
+    store = torch.empty((2 * half, row), dtype=torch.bfloat16, device="cuda")
+    assert store.numel() > 2**32
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    q, k, v = (store[:, i * 64 : (i + 1) * 64].unsqueeze(1) for i in range(3))
+    for x in (q, k, v):
+        x.copy_(torch.empty(x.shape, dtype=x.dtype, device="cuda").normal_(generator=generator))
+    options = Options(left=300, right=0)
+    out, lse = public(Packed(q, k, v, [half, half], [half, half]), options)
+    assert not out.isnan().any()
+    for start in (0, half - 200, half, half + 77, 2 * half - 200):
+        begin = 0 if start < half else half
+        keys, rows = slice(max(begin, start - 300), start + 200), slice(start, start + 200)
+        parts = (q[None, rows], k[None, keys], v[None, keys])
+        exact = attention(*parts, options, torch.float64)
+        plain, _ = attention(*parts, options, torch.bfloat16)
+        problem = judge((out[None, rows], lse[None, :, rows]), exact, plain)
+        assert problem is None, f"rows from {start}: {problem}"
+
+
+def test_gradients_come_from_somewhere() -> None:
+    """Whichever engine has them, they are those of the sequences."""
+    flashhopper.set_backend("auto")
+    batch = draw_packed(12, [100, 0, 65], [70, 3, 130], 4, 2, 64)
+    leaves = [x.requires_grad_() for x in (batch.q, batch.k, batch.v)]
+    out, _ = public(batch, CAUSAL)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, dout)
+    exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+    exact, _ = packed_attention(Packed(*exact_leaves, batch.lengths_q, batch.lengths_k), CAUSAL, torch.float64)
+    for mine, right in zip(found, torch.autograd.grad(exact, exact_leaves, dout.double()), strict=True):
+        assert (mine.double() - right).abs().max().item() < 5e-2
+
+
+CHUNKS, PER_CHUNK = 6, 16
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_batches(chunk: int) -> None:
+    rng = random.Random(70_000 + chunk)
+    problems = []
+    for index in range(PER_CHUNK):
+        count = rng.choice([1, 2, 5, 17])
+        lengths_q, lengths_k = (
+            [rng.choice([0, 1, 64, 127, 128, 129, rng.randint(1, 700)]) for _ in range(count)] for _ in range(2)
+        )
+        used_q = [rng.randint(0, n) for n in lengths_q] if rng.random() < 0.3 else None
+        used_k = [rng.randint(0, n) for n in lengths_k] if rng.random() < 0.3 else None
+        kv_heads = rng.choice([1, 2, 3])
+        heads, dims = kv_heads * rng.choice([1, 2, 4]), rng.choice(DIMS)
+        if sum(lengths_q) * heads * dims[1] < 4096:  # over a handful of numbers the yardstick may be small by luck
+            lengths_q[0], used_q = 500, None
+        window = [rng.choice([-1, -1, 0, 1, 63, 64, 100, rng.randint(0, 900)]) for _ in range(2)]
+        sink = torch.randn(heads, device="cuda") if rng.random() < 0.3 else None
+        options = Options(*window, softcap=rng.choice([0.0, 0.0, 15.0]), sink=sink)
+        batch = draw_packed(
+            rng.randrange(2**31),
+            lengths_q,
+            lengths_k,
+            heads,
+            kv_heads,
+            *dims,
+            dtype=rng.choice(DTYPES),
+            used_q=used_q,
+            used_k=used_k,
+            behind=rng.choice([0, 0, 1, 200]),
+        )
+        problem = packed_problem(batch, options)
+        if problem:
+            problems.append(f"{index}: {dims} H{heads}:{kv_heads} {lengths_q} {lengths_k} {window}: {problem}")
+    assert not problems, f"{len(problems)} of {PER_CHUNK} wrong\n" + "\n".join(problems)

@@ -23,10 +23,10 @@ struct BackwardConsumer {
   int const warpgroup;
   int const thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
   int const lane = thread % 32;
-  int const thread_column = lane % 4 * 2;  // the first within an 8-column group
 
-  // `thread` read anew: what follows from it need not be held in a register through the loop, which has none left.
-  FLASHHOPPER_DEVICE static int thread_again() {
+  // `thread`, read anew where the scores leave no register to hold what follows from it through the loop.
+  FLASHHOPPER_DEVICE int thread_again() const {
+    if constexpr (kScores <= 32) return thread;
     int thread_index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread_index));
     return thread_index % kWarpgroupThreads;
@@ -63,15 +63,16 @@ struct BackwardConsumer {
     }
   }
 
-  // Of a value for each query of a step: those of elements e and e + 1.
-  FLASHHOPPER_DEVICE float2 column_pair(float const* smem, int e) const {
-    return *reinterpret_cast<float2 const*>(smem + accumulator_column(e) + thread_column);
+  // Values of a step's queries, from shared memory: where this thread's stand, those of its scores e and e + 1, all.
+  FLASHHOPPER_DEVICE float const* own_columns(float const* smem) const { return smem + thread_again() % 4 * 2; }
+  FLASHHOPPER_DEVICE static float2 column_pair(float const* own, int e) {
+    return *reinterpret_cast<float2 const*>(own + accumulator_column(e));
   }
-  // Those of all the thread's scores.
   using ColumnValues = float2[kScores / 4];
   FLASHHOPPER_DEVICE void load_columns(ColumnValues& values, float const* smem) const {
+    float const* const own = own_columns(smem);
     FLASHHOPPER_UNROLL
-    for (int j = 0; j < kScores / 4; ++j) values[j] = column_pair(smem, 4 * j);
+    for (int j = 0; j < kScores / 4; ++j) values[j] = column_pair(own, 4 * j);
   }
 
   // P^T = 2^(scale_log2 * S^T - lse_log2), S^T capped where there is a softcap.
@@ -103,6 +104,8 @@ struct BackwardConsumer {
                                                float const* lse_log2, float const* delta,
                                                uint32_t (&packed_p)[kScores / 2],
                                                uint32_t (&packed_ds)[kScores / 2]) const {
+    lse_log2 = own_columns(lse_log2);
+    delta = own_columns(delta);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; e += 2) {
       float2 const d = column_pair(delta, e), lse = column_pair(lse_log2, e);
@@ -127,6 +130,7 @@ struct BackwardConsumer {
   // With a softcap, on top of the former.
   FLASHHOPPER_DEVICE void chain_softcap(float (&ds)[kScores], uint32_t const (&probabilities)[kScores / 2],
                                         float const* lse_log2) const {
+    lse_log2 = own_columns(lse_log2);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; e += 2) {
       float2 const p = unpack<Element>(probabilities[e / 2]), lse = column_pair(lse_log2, e);
@@ -140,7 +144,7 @@ struct BackwardConsumer {
   FLASHHOPPER_DEVICE void stage(TiledMma const& mma, Packed& packed, SharedTensor&& tile) const {
     using namespace cute;
     using Atom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-    auto const thread_copy = make_tiled_copy_C(Atom{}, mma).get_slice(thread);
+    auto const thread_copy = make_tiled_copy_C(Atom{}, mma).get_slice(thread_again());
     auto const shape = partition_shape_C(mma, make_shape(_64{}, size<1>(tile)));
     Tensor source = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)), make_layout(shape));
     Tensor target = thread_copy.partition_D(tile);

@@ -116,7 +116,6 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      bool has_last = false;
       for (bool ends_tile = false; !ends_tile;) {
         // Scores have arrived, their gradient is being computed.
         this->cap(scores);
@@ -134,6 +133,7 @@ struct KeyConsumer : BackwardConsumer<Traits> {
           if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
           this->differentiate(scores, gradients, columns, packed_p, packed_ds);
         }
+        bool const has_last = !storage.step[at.slot].starts_tile;
         // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
         // multiplied with the dS of three steps ago, whose place this step's takes.
         auto const last = at_ds.before();
@@ -168,7 +168,6 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         at_ds.advance();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
-        has_last = true;
       }
       auto const last = at_ds.before();
       storage.ds_full[last.slot].wait(last.phase);

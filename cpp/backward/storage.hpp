@@ -24,7 +24,7 @@ struct BackwardTile : SequenceTile {
 struct alignas(16) Step {
   BlockMask mask;
   bool is_masked;  // else every query sees every key
-  bool ends_tile;    // of its tile
+  bool starts_tile, ends_tile;
 };
 
 // By keys: how a tile ends.

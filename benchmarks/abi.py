@@ -41,6 +41,10 @@ class ForwardParams(Structure):
         ("dtype", c_int32),
         ("sm_margin", c_int32),
         ("stream", c_void_p),
+        ("softcap", c_float),
+        *[(name, c_void_p) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")],
+        *[(name, c_int64) for name in ("total_q", "total_k")],
+        ("packed_workspace", c_void_p),
     ]
 
 

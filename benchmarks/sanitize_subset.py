@@ -1,5 +1,6 @@
 """A few tiny problems through the C ABI, for compute-sanitizer: each kernel, both masks, ragged edges, GQA, forward and
-backward, with and without a fixed order of additions; and 8-bit attention in both formats through the compiled module.
+backward, with and without a fixed order of additions; and through the compiled module packed sequences with a window,
+softcap and sink, and 8-bit attention in both formats.
 
 Inputs come from the CPU, so that the instrumented process launches little but the kernels under test.
 """
@@ -60,6 +61,8 @@ EIGHT_BIT = (
     (Case("bf16", 128, 128, True, 1, 4, 2, 130, 200), flashhopper.Fp8Recipe.e4m3()),
     (Case("fp16", 64, 64, False, 2, 2, 1, 65, 300), flashhopper.Fp8Recipe.accurate()),
 )
+# Lengths of packed queries and keys: empty ones, part of a tile, several tiles; NaN behind each.
+PACKED = ((0, 130, 1, 200, 0), (70, 0, 90, 300, 5))
 BOUND, BOUND_8BIT = 2e-2, 4e-2  # max errors; 8 bits against the emulation, whose probabilities round at times otherwise
 
 
@@ -129,6 +132,36 @@ def _run_backward(library: Library, case: Case, deterministic: bool, generator: 
     return max(float("inf") if error != error else error for error in errors)  # NaN would not be the largest
 
 
+def _run_packed(dtype: str, head_dim: int, generator: torch.Generator) -> float:
+    """Of each sequence, all rows but the last exist."""
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in PACKED)
+    used_q, used_k = ((cu.diff() - 1).clamp_min(0).int() for cu in (cu_q, cu_k))
+    shapes = ((int(cu_q[-1]), 4, head_dim), *[(int(cu_k[-1]), 2, head_dim)] * 2)
+    q, k, v = (torch.randn(shape, generator=generator).to(TORCH_DTYPES[dtype]) for shape in shapes)
+    sink = torch.randn(4, generator=generator)
+    options: dict[str, Any] = {"window_size": (100, 0), "softcap": 20.0}
+    expected, _ = flashhopper.reference_attention(
+        *(q, k, v),
+        sink=sink,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k,
+        seqused_q=used_q,
+        seqused_k=used_k,
+        **options,
+    )
+    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+        x[cu[1:][cu.diff() > 0].long() - 1] = float("nan")
+    longest = (max(PACKED[0]), max(PACKED[1]))
+    used = {"seqused_q": used_q.cuda(), "seqused_k": used_k.cuda()}
+    with flashhopper.set_backend("hopper"):
+        out = flashhopper.flash_attn_varlen_func(
+            *(x.cuda() for x in (q, k, v, cu_q, cu_k)), *longest, sink=sink.cuda(), **used, **options
+        )
+    torch.cuda.synchronize()
+    assert isinstance(out, torch.Tensor)
+    return (out.cpu().double() - expected).abs().max().item()
+
+
 def _on_cpu(qkv: Fp8QKV) -> Fp8QKV:
     tensors: dict[str, Any] = {f.name: getattr(qkv, f.name) for f in fields(qkv)}
     moved: dict[str, Any] = {name: x.cpu() for name, x in tensors.items() if isinstance(x, torch.Tensor)}
@@ -160,8 +193,11 @@ def main() -> int:
         name = "deterministic backward" if deterministic else "backward"
         results.append((name, case, _run_backward(library, case, deterministic, generator), BOUND))
     if len(sys.argv) > 1:
-        print("8-bit attention not run: it goes through the installed module, not through a named library", flush=True)
+        print("packed and 8-bit attention not run: they go through the installed module", flush=True)
     else:
+        for dtype, head_dim in (("bf16", 64), ("fp16", 128), ("bf16", 256)):
+            case = Case(dtype, head_dim, head_dim, True, len(PACKED[0]), 4, 2, sum(PACKED[0]), sum(PACKED[1]))
+            results.append(("packed forward", case, _run_packed(dtype, head_dim, generator), BOUND))
         for case, recipe in EIGHT_BIT:
             lost, error = _run_8bit(case, recipe, generator)
             results.append((f"quantise {recipe.qk_format}", case, lost, BOUND_8BIT))

@@ -175,8 +175,14 @@ def test_other_ways_are_not_cut_short(module: FakeModule) -> None:
     assert out.requires_grad
     with torch.no_grad():
         assert not fh.flash_attn_func(q, k, v).requires_grad
-    fh.flash_attn_func(q.detach(), k, v, window_size=(2, 0))  # the tiled engine's
     assert len(module.calls) == 5
+    q = q.detach()
+    fh.flash_attn_func(q, k, v, window_size=(2, 0))
+    assert module.calls[-1]["window_left"] == 2
+    fh.flash_attn_func(q, k, v, softcap=3.0)
+    fh.flash_attn_func(q, k, v, sink=torch.zeros(q.shape[2]))
+    assert len(module.calls) == 6
+    assert len(module.forward_calls) == 2
     assert len(hopper.remembered) == 1
 
 

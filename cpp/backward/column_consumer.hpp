@@ -114,7 +114,7 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         warpgroup_fence_operand(tSrS);
         if (has_pending) this->write_dq(dq, pending_parity);
         this->cap(scores);
-        this->mask_step(scores, storage.step[at_q.slot], this->thread_row);
+        this->mask_step(scores, storage.step[at_q.slot], 0);
         this->load_columns(columns, storage.lse_log2[at_q.slot]);
         this->exponentiate(scores, columns);
         pack_all<Element>(scores, packed);

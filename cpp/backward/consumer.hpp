@@ -23,9 +23,14 @@ struct BackwardConsumer {
   int const warpgroup;
   int const thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
   int const lane = thread % 32;
-  // Row of accumulator row 0 within 64 rows, and first column within an 8-column group.
-  int const thread_row = thread / 32 * 16 + lane / 4;
-  int const thread_column = lane % 4 * 2;
+
+  // `thread`, read anew where the scores leave no register to hold what follows from it through the loop.
+  FLASHHOPPER_DEVICE int thread_again() const {
+    if constexpr (kScores <= 32) return thread;
+    int thread_index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread_index));
+    return thread_index % kWarpgroupThreads;
+  }
 
   // Before the mask, whose -inf must stay.
   FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
@@ -39,16 +44,17 @@ struct BackwardConsumer {
     if (lane == 0) empty.arrive();
   }
 
-  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this thread's
-  // accumulator row 0 within the tile.
+  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this
+  // warpgroup's rows within the tile.
   FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], Step const& step, int first_row) const {
-    if (step.is_masked == 0) return;
+    if (!step.is_masked) return;
     BlockMask const mask = step.mask;
+    int const again = thread_again(), column = again % 4 * 2;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const row = first_row + 8 * r;
-      int const begin = row + mask.lo - thread_column;
-      int const end = row < mask.keys ? row + mask.hi - thread_column : INT32_MIN;
+      int const row = first_row + again / 32 * 16 + again % 32 / 4 + 8 * r;
+      int const begin = row + mask.lo - column;
+      int const end = row < mask.keys ? row + mask.hi - column : INT32_MIN;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         bool const seen = accumulator_column(e) >= begin && accumulator_column(e) < end;
@@ -57,15 +63,16 @@ struct BackwardConsumer {
     }
   }
 
-  // Of a value for each query of a step: those of elements e and e + 1.
-  FLASHHOPPER_DEVICE float2 column_pair(float const* smem, int e) const {
-    return *reinterpret_cast<float2 const*>(smem + accumulator_column(e) + thread_column);
+  // Values of a step's queries, from shared memory: where this thread's stand, those of its scores e and e + 1, all.
+  FLASHHOPPER_DEVICE float const* own_columns(float const* smem) const { return smem + thread_again() % 4 * 2; }
+  FLASHHOPPER_DEVICE static float2 column_pair(float const* own, int e) {
+    return *reinterpret_cast<float2 const*>(own + accumulator_column(e));
   }
-  // Those of all the thread's scores.
   using ColumnValues = float2[kScores / 4];
   FLASHHOPPER_DEVICE void load_columns(ColumnValues& values, float const* smem) const {
+    float const* const own = own_columns(smem);
     FLASHHOPPER_UNROLL
-    for (int j = 0; j < kScores / 4; ++j) values[j] = column_pair(smem, 4 * j);
+    for (int j = 0; j < kScores / 4; ++j) values[j] = column_pair(own, 4 * j);
   }
 
   // P^T = 2^(scale_log2 * S^T - lse_log2), S^T capped where there is a softcap.
@@ -97,6 +104,8 @@ struct BackwardConsumer {
                                                float const* lse_log2, float const* delta,
                                                uint32_t (&packed_p)[kScores / 2],
                                                uint32_t (&packed_ds)[kScores / 2]) const {
+    lse_log2 = own_columns(lse_log2);
+    delta = own_columns(delta);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; e += 2) {
       float2 const d = column_pair(delta, e), lse = column_pair(lse_log2, e);
@@ -121,6 +130,7 @@ struct BackwardConsumer {
   // With a softcap, on top of the former.
   FLASHHOPPER_DEVICE void chain_softcap(float (&ds)[kScores], uint32_t const (&probabilities)[kScores / 2],
                                         float const* lse_log2) const {
+    lse_log2 = own_columns(lse_log2);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kScores; e += 2) {
       float2 const p = unpack<Element>(probabilities[e / 2]), lse = column_pair(lse_log2, e);
@@ -134,7 +144,7 @@ struct BackwardConsumer {
   FLASHHOPPER_DEVICE void stage(TiledMma const& mma, Packed& packed, SharedTensor&& tile) const {
     using namespace cute;
     using Atom = Copy_Atom<SM90_U32x4_STSM_N, Element>;
-    auto const thread_copy = make_tiled_copy_C(Atom{}, mma).get_slice(thread);
+    auto const thread_copy = make_tiled_copy_C(Atom{}, mma).get_slice(thread_again());
     auto const shape = partition_shape_C(mma, make_shape(_64{}, size<1>(tile)));
     Tensor source = make_tensor(make_rmem_ptr(reinterpret_cast<Element*>(packed)), make_layout(shape));
     Tensor target = thread_copy.partition_D(tile);
@@ -146,7 +156,7 @@ struct BackwardConsumer {
   // before.
   FLASHHOPPER_DEVICE void write_dq(float const (&dq)[kDq], uint32_t parity) const {
     storage.dq_empty[warpgroup].wait(parity ^ 1);
-    float4* const slot = reinterpret_cast<float4*>(storage.dq[warpgroup]) + thread;
+    float4* const slot = reinterpret_cast<float4*>(storage.dq[warpgroup]) + thread_again();
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kDq; e += 4) {
       slot[e / 4 * kWarpgroupThreads] = float4{dq[e], dq[e + 1], dq[e + 2], dq[e + 3]};

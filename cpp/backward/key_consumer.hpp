@@ -34,10 +34,10 @@ struct KeyConsumer : BackwardConsumer<Traits> {
     TileReader<BackwardStorage<Traits>> reader{storage};
     while (true) {
       int const slot = reader.await();
-      bool const is_last = storage.tile[slot].block < 0;
+      bool const ends_tile = storage.tile[slot].block < 0;
       int const steps = storage.tile[slot].steps;
       reader.hand_back(slot, this->lane == 0);
-      if (is_last) break;
+      if (ends_tile) break;
       differentiate_tile(steps, slot & 1);
     }
   }
@@ -116,11 +116,10 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      bool has_last = false;
-      for (int left = count; left > 0; --left) {
+      for (bool ends_tile = false; !ends_tile;) {
         // Scores have arrived, their gradient is being computed.
         this->cap(scores);
-        this->mask_step(scores, storage.step[at.slot], warpgroup * kWarpgroupRows + this->thread_row);
+        this->mask_step(scores, storage.step[at.slot], warpgroup * kWarpgroupRows);
         typename Base::ColumnValues columns;
         this->load_columns(columns, storage.lse_log2[at.slot]);
         this->exponentiate(scores, columns);
@@ -134,6 +133,7 @@ struct KeyConsumer : BackwardConsumer<Traits> {
           if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
           this->differentiate(scores, gradients, columns, packed_p, packed_ds);
         }
+        bool const has_last = !storage.step[at.slot].starts_tile;
         // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
         // multiplied with the dS of three steps ago, whose place this step's takes.
         auto const last = at_ds.before();
@@ -153,12 +153,13 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         publish(storage.ds_full[at_ds.slot], has_last);
         auto next = at;
         next.advance();
-        if (left > 1) storage.q_full[next.slot].wait(next.phase);
+        ends_tile = storage.step[at.slot].ends_tile;
+        if (!ends_tile) storage.q_full[next.slot].wait(next.phase);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tVrV);
         issue_gemm<Accumulate::kFresh>(mma_s, recomputed(tSrK), tSrQ(_, _, _, next.slot), tSrS);
         this->release(storage.dout_empty[at.slot]);
-        if (left > 1) storage.dout_full[next.slot].wait(next.phase);
+        if (!ends_tile) storage.dout_full[next.slot].wait(next.phase);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tKrK);
         issue_gemm<Accumulate::kFresh>(mma_dp, recomputed(tPrV), tPrDO(_, _, _, next.slot), tPrP);
@@ -167,7 +168,6 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         at_ds.advance();
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
-        has_last = true;
       }
       auto const last = at_ds.before();
       storage.ds_full[last.slot].wait(last.phase);

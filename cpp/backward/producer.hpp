@@ -59,7 +59,9 @@ FLASHHOPPER_DEVICE void produce_queries(BackwardArgs const& args, BackwardStorag
       int const row = m * Traits::kTileM;
       storage.q_empty[at.slot].wait(at.phase ^ 1);
       storage.step[at.slot] = {mask_of(args, tile.rows).block(tile.block * Traits::kTileN, row),
-                               m < tile.unmasked.begin || m >= tile.unmasked.end};
+                               m < tile.unmasked.begin || m >= tile.unmasked.end,
+                               m == tile.visited.begin && head == tile.head * args.group,
+                               m + 1 == tile.visited.end && head + 1 == (tile.head + 1) * args.group};
       tma_load_sequence<Traits::kTileM, Traits::kHeadDim, Traits::kBoxColumns>(
           args.q, storage.q_full[at.slot], L2Hint::kEvictLast, storage.q[at.slot], tile.q, args.wrap, row, head, 0,
           kRowBytes);

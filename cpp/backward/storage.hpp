@@ -23,7 +23,8 @@ struct BackwardTile : SequenceTile {
 // What consumers need to know of a step; the query warp writes it beside Q.
 struct alignas(16) Step {
   BlockMask mask;
-  int is_masked;  // 0: every query sees every key
+  bool is_masked;  // else every query sees every key
+  bool starts_tile, ends_tile;
 };
 
 // By keys: how a tile ends.

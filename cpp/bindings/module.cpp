@@ -25,6 +25,17 @@ void check(int status) {
   throw py::error_already_set();
 }
 
+// Calls the library without the interpreter's lock: a launch can block on a full queue.
+template <class Params>
+void run(int (*function)(Params const*), Params const& params) {
+  int status;
+  {
+    py::gil_scoped_release release;
+    status = function(&params);
+  }
+  check(status);
+}
+
 py::dict to_dict(flashhopper_plan const& plan) {
   py::dict result;
   result["config"] = plan.config;
@@ -208,12 +219,7 @@ void forward(std::array<Tensor, 4> const& tensors, std::array<intptr_t, 8> const
   params.total_k = totals[1];
   params.softcap = static_cast<float>(softcap);
   params.stream = reinterpret_cast<void*>(stream);
-  int status;
-  {
-    py::gil_scoped_release release;
-    status = flashhopper_forward(&params);
-  }
-  check(status);
+  run(flashhopper_forward, params);
 }
 
 // addresses, 0 for what the call lacks: lse, dlse, sink, dsink, workspace, cu_seqlens_q, cu_seqlens_k, seqused_q,
@@ -243,12 +249,7 @@ void backward(std::array<Tensor, 8> const& tensors, std::array<intptr_t, 9> cons
   params.softcap = static_cast<float>(softcap);
   params.deterministic = deterministic;
   params.stream = reinterpret_cast<void*>(stream);
-  int status;
-  {
-    py::gil_scoped_release release;
-    status = flashhopper_backward(&params);
-  }
-  check(status);
+  run(flashhopper_backward, params);
 }
 
 // Flags of quantize; engine/hopper_quantize.py has them too.
@@ -287,12 +288,7 @@ void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 9> cons
   params.dtype = dtype;
   params.format = format;
   params.stream = reinterpret_cast<void*>(stream);
-  int status;
-  {
-    py::gil_scoped_release release;
-    status = flashhopper_quantize(&params);
-  }
-  check(status);
+  run(flashhopper_quantize, params);
 }
 
 void transpose_values(Tensor const& v, intptr_t v8, int64_t batch, int64_t kv_heads, int64_t seqlen_k,
@@ -305,12 +301,7 @@ void transpose_values(Tensor const& v, intptr_t v8, int64_t batch, int64_t kv_he
   params.seqlen_k = seqlen_k;
   params.head_dim_v = head_dim_v;
   params.stream = reinterpret_cast<void*>(stream);
-  int status;
-  {
-    py::gil_scoped_release release;
-    status = flashhopper_transpose_values(&params);
-  }
-  check(status);
+  run(flashhopper_transpose_values, params);
 }
 
 // 8-bit attention of contiguous tensors; addresses, 0 for what the recipe lacks: q, k, v, q_scale, k_scale, v_scale,
@@ -340,12 +331,7 @@ void forward8(std::array<intptr_t, 8> const& addresses, Tensor const& out, intpt
   params.v_block = blocks[2];
   params.format = format;
   params.stream = reinterpret_cast<void*>(stream);
-  int status;
-  {
-    py::gil_scoped_release release;
-    status = flashhopper_forward8(&params);
-  }
-  check(status);
+  run(flashhopper_forward8, params);
 }
 
 py::dict forward8_plan(Sizes const& sizes, int format, int dtype, int sm_margin, int num_sms) {

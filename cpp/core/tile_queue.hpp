@@ -60,14 +60,7 @@ struct TileReader {
   Storage& storage;
   RingPosition<kTileSlots> position;
 
-  // Called by one thread that stands for its warp.
-  FLASHHOPPER_DEVICE bool next(Tile& tile) {
-    read(tile);
-    hand_back(true);
-    return tile.block >= 0;
-  }
-  // The same in two steps, for a warp that would rather look again than keep a copy in registers: the slot of the next
-  // tile, and its return when every lane has seen enough of it.
+  // The slot of the next tile, which stays until its return, when every lane has seen enough of it.
   FLASHHOPPER_DEVICE int await() {
     int const slot = look();
     position.advance();
@@ -80,26 +73,15 @@ struct TileReader {
   }
   FLASHHOPPER_DEVICE void hand_back(int slot, bool is_elected) {
     __syncwarp();
-    if (is_elected) storage.tile_empty[slot].arrive();
+    if (is_elected) hand_back(slot);
   }
-  // Its return by one thread that stands for its warp.
+  // By one thread that stands for its warp: the return, and all at once.
   FLASHHOPPER_DEVICE void hand_back(int slot) { storage.tile_empty[slot].arrive(); }
-  // Called by a whole warp; every lane has its copy before the slot is handed back.
-  FLASHHOPPER_DEVICE bool next_for_warp(Tile& tile, bool is_elected) {
-    read(tile);
-    __syncwarp();
-    hand_back(is_elected);
+  FLASHHOPPER_DEVICE bool next(Tile& tile) {
+    int const slot = await();
+    tile = storage.tile[slot];
+    hand_back(slot);
     return tile.block >= 0;
-  }
-
- private:
-  FLASHHOPPER_DEVICE void read(Tile& tile) {
-    storage.tile_full[position.slot].wait(position.phase);
-    tile = storage.tile[position.slot];
-  }
-  FLASHHOPPER_DEVICE void hand_back(bool arrives) {
-    if (arrives) storage.tile_empty[position.slot].arrive();
-    position.advance();
   }
 };
 

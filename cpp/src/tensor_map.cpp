@@ -58,19 +58,21 @@ CUtensorMapSwizzle swizzle(int row_bytes) {
                            : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
+constexpr int kRank = 5;
+
 // What a tensor map is made of. The map depends on nothing else, so one made earlier serves again, whatever the memory
 // holds by now.
 struct Key {
   void* data;
-  cuuint64_t extents[5];
-  cuuint64_t strides[4];
-  int32_t dtype, box_rows, box_columns, rank;
+  cuuint64_t extents[kRank];
+  cuuint64_t strides[kRank - 1];
+  int32_t dtype, box_rows, box_columns, unused;
 
   bool operator==(Key const&) const = default;
 
   size_t slot(size_t slots) const {
     uint64_t hash = reinterpret_cast<uintptr_t>(data) >> 4;
-    for (uint64_t part : {extents[0], extents[1], strides[0], static_cast<cuuint64_t>(box_rows + rank)}) {
+    for (uint64_t part : {extents[0], extents[1], strides[0], static_cast<cuuint64_t>(box_rows)}) {
       hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
     }
     return (hash >> 40) % slots;
@@ -109,7 +111,7 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
           spec.dtype,
           spec.box_rows,
           spec.box_columns,
-          spec.addressing == RowAddressing::kBatch ? 4 : 5};
+          0};
   key.extents[4] = 1;
   key.strides[3] = key.strides[2];
   if (spec.addressing == RowAddressing::kPacked) {
@@ -123,12 +125,12 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
     *map = entry.map;
     return FLASHHOPPER_OK;
   }
-  cuuint32_t const box[5] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1, 1,
-                             1};
-  cuuint32_t const element_strides[5] = {1, 1, 1, 1, 1};
+  cuuint32_t const box[kRank] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1,
+                                 1, 1};
+  cuuint32_t const element_strides[kRank] = {1, 1, 1, 1, 1};
   auto const encode = [&] {
-    return encoder().encode(map, element.type, key.rank, spec.tensor.data, key.extents, key.strides, box,
-                            element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
+    return encoder().encode(map, element.type, kRank, spec.tensor.data, key.extents, key.strides, box, element_strides,
+                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();

@@ -7,8 +7,8 @@
 
 namespace flashhopper {
 
-// How rows of a sequence are found (core/seqlen.hpp): by (row, head, batch); or by an origin, dense or packed.
-enum class RowAddressing { kBatch, kDense, kPacked };
+// How rows of a sequence are found (core/seqlen.hpp).
+enum class RowAddressing { kDense, kPacked };
 
 struct TensorMapSpec {
   char const* name;  // for messages
@@ -16,7 +16,7 @@ struct TensorMapSpec {
   int64_t batch, seqlen, heads, head_dim;  // packed: batch is not read, seqlen is the tensor's rows
   int32_t dtype;                           // flashhopper_dtype
   int box_rows, box_columns;               // what one TMA instruction moves; box_columns fills one swizzle row
-  RowAddressing addressing = RowAddressing::kBatch;
+  RowAddressing addressing;
 };
 
 // FLASHHOPPER_OK when the driver offers cuTensorMapEncodeTiled.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_support import DTYPES, assert_equal_bits, draw, draw_dlse, draw_dout
-from gradient_options_support import Options, assert_right, draw_sink, gradients
+from gradient_support import Options, assert_right, draw_sink, gradients
 
 import flashhopper
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_support import DTYPES, NAN, assert_equal_bits, draw, poison_free_memory
-from gradient_options_support import Options, assert_right, attend, draw_sink, gradients, judge, offsets
+from gradient_support import Options, assert_right, attend, draw_sink, gradients, judge, offsets
 
 import flashhopper
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_support import DTYPES, assert_equal_bits, draw, draw_dlse, draw_dout
-from gradient_options_support import Options, assert_right, gradients
+from gradient_support import Options, assert_right, gradients
 
 import flashhopper
 

@@ -171,6 +171,22 @@ def test_flops_of_a_backward_are_those_of_the_kept_scores(window: tuple[int, int
         assert plan("backward", problem)["flops"] == 2 * 2 * 8 * Mask(*lengths, *window).kept() * (3 * 8 + 2 * 8)
 
 
+def test_a_backward_plan_of_a_packed_batch_needs_no_lengths() -> None:
+    rows("backward")
+    numbers = (hopper.module.BF16, 0, True, 132)
+    made = hopper.module.backward_plan(PROBLEM, *numbers, totals=(1500, 1600))
+    assert made["tiles"] == 2 * (1600 // made["tile_n"] + 2 + 1)
+    chunks = 8 * (1500 // made["tile_m"] + 2 + 1)
+    least = 4 * chunks * made["tile_m"] * made["head_dim"]
+    assert least < made["workspace_bytes"] < 1.2 * least
+    # Without keys there is nothing to walk; without sequences all rows are still to be written.
+    empty = (0, *PROBLEM[1:3], 0, 0, *PROBLEM[5:])
+    assert hopper.module.backward_plan(empty, *numbers, totals=(3, 0))["grid"] == 0
+    assert hopper.module.backward_plan(empty, *numbers, totals=(3, 5))["tiles"] == 2
+    with pytest.raises(RuntimeError, match="split the batch"):
+        hopper.module.backward_plan((1 << 29, *PROBLEM[1:]), *numbers, totals=(1500, 1600))
+
+
 def test_the_workspace_holds_the_sums_of_dq() -> None:
     rows("backward")
     made, ordered = (plan("backward", PROBLEM, deterministic=x) for x in (False, True))

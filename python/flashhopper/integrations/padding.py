@@ -33,8 +33,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, 
     no sequence give 0.
     """
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-    offsets, used = packing[:4], {"seqused_q": packing.seqused_q, "seqused_k": packing.seqused_k}
-    out = flash_attn_varlen_func(flat_q, flat_k, flat_v, *offsets, **used, **options)
+    *offsets, seqused_q, seqused_k = packing
+    rows: tuple[Any, ...] = (flat_q, flat_k, flat_v, *offsets)
+    out = flash_attn_varlen_func(*rows, seqused_q=seqused_q, seqused_k=seqused_k, **options)
     assert isinstance(out, torch.Tensor)
     return out.view(*q.shape[:3], v.shape[-1])
 

@@ -98,13 +98,14 @@ def _bound(schema: Any, implementation: Callable[[_Arguments], Any]) -> Callable
     return call
 
 
-def _numbers(given: _Arguments) -> tuple[float, int, int, float, int, bool, str]:
+def _numbers(given: _Arguments) -> tuple[Any, ...]:
     """From softmax_scale to backend, the numbers of flashhopper's operators."""
     scale = given["scale"]
     if scale is None:
         scale = given["query"].shape[-1] ** -0.5
     sides = (given.get("window_size_left"), given.get("window_size_right"))
-    left, right = checks.normalize_window(given["is_causal"], tuple(-1 if side is None else side for side in sides))
+    left, right = (-1 if side is None else side for side in sides)
+    left, right = checks.normalize_window(given["is_causal"], (left, right))
     left, right = checks.widen_window(left, right, given["max_q"], given["max_k"])
     return scale, left, right, 0.0, 0, torch.are_deterministic_algorithms_enabled(), backends.backend()
 
@@ -118,23 +119,28 @@ def _like(result: _Tensor, example: _Tensor) -> _Tensor:
 
 
 def _forward(given: _Arguments) -> tuple[_Tensor, _Tensor]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k = (given[n] for n in ("query", "key", "value", "cum_seq_q", "cum_seq_k"))
-    if cu_seqlens_q is None:
-        return library.dense_forward(q, k, v, None, *_numbers(given))
-    used = given.get("seqused_k")
-    lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, None, used, given["max_q"], given["max_k"])
-    return library.varlen_forward(q, k, v, *lengths, None, *_numbers(given))
+    tensors: list[Any] = [given[name] for name in ("query", "key", "value")]
+    if given["cum_seq_q"] is not None:
+        tensors += [*_packing(given), None]
+        out, lse = library.varlen_forward(*tensors, *_numbers(given))
+    else:
+        out, lse = library.dense_forward(*tensors, None, *_numbers(given))
+    return out, lse
 
 
 def _backward(given: _Arguments) -> tuple[_Tensor, _Tensor, _Tensor]:
-    q, k, v, cu_seqlens_q, cu_seqlens_k = (given[n] for n in ("query", "key", "value", "cum_seq_q", "cum_seq_k"))
-    tensors: tuple[Any, ...] = (given["grad_out"], None, q, k, v, given["out"], given["logsumexp"])
-    if cu_seqlens_q is None:
-        dq, dk, dv, _ = library.dense_backward(*tensors, None, *_numbers(given))
+    tensors: list[Any] = [given["grad_out"], None]  # no gradient of logsumexp
+    tensors += [given[name] for name in ("query", "key", "value", "out", "logsumexp")]
+    if given["cum_seq_q"] is not None:
+        tensors += [*_packing(given), None]
+        dq, dk, dv, _ = library.varlen_backward(*tensors, *_numbers(given))
     else:
-        lengths: tuple[Any, ...] = (cu_seqlens_q, cu_seqlens_k, None, None, given["max_q"], given["max_k"])
-        dq, dk, dv, _ = library.varlen_backward(*tensors, *lengths, None, *_numbers(given))
+        dq, dk, dv, _ = library.dense_backward(*tensors, None, *_numbers(given))
     return dq, dk, dv
+
+
+def _packing(given: _Arguments) -> list[Any]:
+    return [given["cum_seq_q"], given["cum_seq_k"], None, given.get("seqused_k"), given["max_q"], given["max_k"]]
 
 
 def _without_dropout(q: _Tensor) -> tuple[_Tensor, _Tensor, _Tensor]:

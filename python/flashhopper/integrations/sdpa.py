@@ -120,22 +120,18 @@ def _like(result: _Tensor, example: _Tensor) -> _Tensor:
 
 def _forward(given: _Arguments) -> tuple[_Tensor, _Tensor]:
     tensors: list[Any] = [given[name] for name in ("query", "key", "value")]
-    if given["cum_seq_q"] is not None:
-        tensors += [*_packing(given), None]
-        out, lse = library.varlen_forward(*tensors, *_numbers(given))
-    else:
-        out, lse = library.dense_forward(*tensors, None, *_numbers(given))
+    is_packed = given["cum_seq_q"] is not None
+    run: Any = library.varlen_forward if is_packed else library.dense_forward
+    out, lse = run(*tensors, *(_packing(given) if is_packed else ()), None, *_numbers(given))
     return out, lse
 
 
 def _backward(given: _Arguments) -> tuple[_Tensor, _Tensor, _Tensor]:
-    tensors: list[Any] = [given["grad_out"], None]  # no gradient of logsumexp
-    tensors += [given[name] for name in ("query", "key", "value", "out", "logsumexp")]
-    if given["cum_seq_q"] is not None:
-        tensors += [*_packing(given), None]
-        dq, dk, dv, _ = library.varlen_backward(*tensors, *_numbers(given))
-    else:
-        dq, dk, dv, _ = library.dense_backward(*tensors, None, *_numbers(given))
+    tensors = [given[name] for name in ("query", "key", "value", "out", "logsumexp")]
+    is_packed = given["cum_seq_q"] is not None
+    run: Any = library.varlen_backward if is_packed else library.dense_backward
+    packing = _packing(given) if is_packed else ()
+    dq, dk, dv, _ = run(given["grad_out"], None, *tensors, *packing, None, *_numbers(given))  # no gradient of lse
     return dq, dk, dv
 
 

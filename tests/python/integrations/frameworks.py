@@ -4,6 +4,7 @@ fails them.
 
 import importlib
 import os
+import warnings
 from types import ModuleType
 
 import pytest
@@ -12,7 +13,9 @@ import pytest
 def require(name: str) -> ModuleType:
     """The framework `name`; without it the calling test module is skipped, or an error where CI is set."""
     try:
-        return importlib.import_module(name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # theirs, while they are imported
+            return importlib.import_module(name)
     except ImportError:
         if os.environ.get("CI"):
             raise

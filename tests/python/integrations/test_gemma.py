@@ -23,7 +23,6 @@ PROMPTS = {
         *(2, 14946, 3324, 496, 990, 236764, 528, 496, 1944, 9744, 684, 506, 5442, 236764, 993, 11742),
     ],
 }
-PARIS = 9079
 
 
 @pytest.fixture(scope="module")
@@ -56,22 +55,7 @@ def test_the_same_text_as_eager(program: ModuleType, model: Any) -> None:
         texts.append(made[:, longest:])
     assert torch.equal(*texts)
     assert texts[0].shape[1] == 40
-    assert PARIS in texts[0][0, :3]
-
-
-def test_perplexity(program: ModuleType, model: Any) -> None:
-    """Over the windows of the sliding layers' 512 keys would take too long here: they are in test_transformers.py."""
-    story = torch.tensor(PROMPTS["Once upon a time, in a small village by the sea, there lived"] * 8)
-    model.bfloat16()
-    rows = program.measure(model, story, 64)
-    model.float()
-    values = {name: row["perplexity"] for name, row in rows.items()}
-    assert set(values) == {"eager", "flashhopper", "Fp8Recipe.e4m3()", "Fp8Recipe.accurate()", "Fp8Recipe.paper()"}
-    assert values["flashhopper"] == pytest.approx(values["eager"], rel=0.02)
-    for name, value in values.items():
-        assert value == pytest.approx(values["eager"], rel=0.1), name
-    shown = {"rows": rows, "tokens": 128, "context": 64, "dtype": "bf16"}
-    assert program.show(shown).row_count == 5
+    assert all(len(set(text)) > 5 for text in texts[0].tolist())
 
 
 def test_perplexity_is_that_of_all_logits_at_once(program: ModuleType, model: Any) -> None:
@@ -83,3 +67,16 @@ def test_perplexity_is_that_of_all_logits_at_once(program: ModuleType, model: An
     assert program.perplexity(model, ids, 9) == pytest.approx(float(expected.exp()), rel=1e-4)
     with pytest.raises(ValueError, match="must have at least 2"):
         program.perplexity(model, ids[:1], 9)
+
+
+def test_perplexity(program: ModuleType, model: Any) -> None:
+    """Last, because it leaves the model in bf16. Texts beyond the sliding layers' 512 keys would take too long here."""
+    story = torch.tensor(PROMPTS["Once upon a time, in a small village by the sea, there lived"] * 3)
+    rows = program.measure(model.bfloat16(), story, 24)
+    values = {name: row["perplexity"] for name, row in rows.items()}
+    assert set(values) == {"eager", "flashhopper", "Fp8Recipe.e4m3()", "Fp8Recipe.accurate()", "Fp8Recipe.paper()"}
+    assert values["flashhopper"] == pytest.approx(values["eager"], rel=0.02)
+    for name, value in values.items():
+        assert value == pytest.approx(values["eager"], rel=0.1), name
+    shown = {"rows": rows, "tokens": 48, "context": 24, "dtype": "bf16"}
+    assert program.show(shown).row_count == 5

@@ -1,0 +1,3 @@
+"""Modules that stand in for other packages' attention, with their names and argument order. Before it: your code; after
+it: interface.py.
+"""

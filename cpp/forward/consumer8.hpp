@@ -41,7 +41,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     int slot = this->next_tile(reader);
 
     auto issue_qk = [&] {
-      if constexpr (!kOverlaps) clear_scores(scores);
+      clear_scores(scores);
       constexpr Accumulate kMode = Traits::kIntegerScores ? Accumulate::kAdd : Accumulate::kFresh;
       issue_gemm<kMode>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
@@ -80,7 +80,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
       }
     };
 
-    if constexpr (kOverlaps) clear_scores(scores);
     if (warpgroup == Traits::kWarpgroups - 1) this->pass_turn();  // to warpgroup 0, which goes first
     start_tile();
     while (slot >= 0) {
@@ -98,9 +97,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
 
       int n = blocks.end - 1;
       // From the scores of block n, pending their wait, to its probabilities. pending: products that may stay in
-      // flight. wait_pv, add_pv: what is done with the product of the block before in the midst of the exponentials.
+      // flight. midst, end: what is done in the midst of the exponentials and at their end.
       // The release of K, tied to one of them, keeps ptxas from moving the wait in front of it.
-      auto finish_scores = [&](auto pending, auto&& wait_pv, auto&& add_pv) {
+      auto finish_scores = [&](auto pending, auto&& midst, auto&& end) {
         // What does not depend on the scores comes before their wait, which hides its latency.
         bool const has_mask = needs_mask(slot, n);
         StepScales const scales = storage.scales[at_k.slot];
@@ -112,16 +111,15 @@ struct Consumer8 : ForwardConsumer<Traits> {
         raised[0] = softmax.raise_max(scores, 0, kZero, factor[0]);
         softmax.exponentiate(scores, 0, kZero, factor[0]);
         this->release_after(storage.k_empty, at_k, scores[0]);
-        wait_pv();
+        midst();
         raised[1] = softmax.raise_max(scores, 1, kZero, factor[1]);
         softmax.exponentiate(scores, 1, kZero, factor[1]);
-        add_pv();
+        end();
         rescale[0] = raised[0];
         rescale[1] = raised[1];
         change = scales.change;
         unit = scales.v;
         pack_probabilities(scores, probabilities);
-        if constexpr (kOverlaps) clear_scores(scores);
       };
       auto add_sums = [&] {
         FLASHHOPPER_UNROLL
@@ -132,13 +130,18 @@ struct Consumer8 : ForwardConsumer<Traits> {
         add_sums();
         this->release(storage.v_empty, at_v);
       };
+      // In the midst of the exponentials, not behind them, so that ptxas mixes them with the conversions of P.
+      auto await_values = [&] {
+        auto const at = at_k.before();
+        storage.v_full[at.slot].wait(at.phase);
+      };
       // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
       auto multiply_values = [&] {
         auto at = at_k.before();
         for_each(make_seq<Traits::kParts>{}, [&](auto p) {
-          // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the
-          // additions of a part until the next is under way, and runs out of registers.
-          storage.v_full[at.slot].wait(at.phase);
+          // Once, in await_values, would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas
+          // puts off the additions of a part until the next is under way, and runs out of registers.
+          if constexpr (p > 0) storage.v_full[at.slot].wait(at.phase);
           issue_pv(at.slot, p);
           warpgroup_wait<0>();
           add_part(p, rescale, change);
@@ -169,7 +172,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
         finish_pv();
       } else {
         while (true) {
-          finish_scores(Int<0>{}, nothing, nothing);
+          finish_scores(Int<0>{}, await_values, nothing);
           this->wait_turn();
           multiply_values();
           if (--n < blocks.begin) break;

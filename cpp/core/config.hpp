@@ -53,11 +53,9 @@ constexpr int box_columns(int head_dim, int element_bytes = 2) {
   return (bytes % 128 == 0 ? 128 : bytes % 64 == 0 ? 64 : 32) / element_bytes;
 }
 
-// 8 bits: where one product with V covers all of its columns, eight more join it, a one and zeros, so that its
-// accumulator also holds the sum of the probabilities as they were rounded.
-constexpr int sum_columns(ForwardConfig const& config) {
-  return config.partial_columns > 0 && config.partial_columns == config.head_dim_v ? 8 : 0;
-}
+// 8 bits: eight columns more than V has, a one and zeros, so that the accumulator of the last of the products with V
+// also holds the sum of the probabilities as they were rounded.
+constexpr int sum_columns(ForwardConfig const& config) { return config.partial_columns > 0 ? 8 : 0; }
 
 constexpr int64_t smem_bytes(ForwardConfig const& config) {
   int64_t const q = int64_t{config.q_stages} * config.tile_m * config.head_dim;

@@ -164,56 +164,46 @@ struct OnlineSoftmax {
 };
 
 // The same where scores carry a factor of their own in every key block and row, and probabilities are to be rounded to
-// e4m3. Probabilities are 2^(s + log2(v_scale) - maximum + kProbabilityBits): the scale of the values rides on them, so
-// they fill e4m3's range and the product with the stored values needs no factor. Maxima are in base 2, scaled.
+// e4m3. Probabilities are 2^(s - maximum + kProbabilityBits), to fill e4m3's range. Maxima are in base 2, scaled.
 struct ScaledSoftmax {
   static constexpr float kProbabilityBits = 8.f;  // 2^8 < 448
-  float row_max[kRowsPerThread] = {-INFINITY, -INFINITY};
+  // The maximum of a row that has seen nothing: finite, so that differences are never NaN, and below every score.
+  static constexpr float kNothing = -1e38f;
+  float row_max[kRowsPerThread] = {kNothing, kNothing};
   float row_sum[kRowsPerThread] = {0.f, 0.f};  // of this thread's columns only, until finish()
 
-  // Raises row r's maximum. Raw scores are zero + score; factor turns a score into base 2, log2_scale is that of the
-  // block's values. Returns the factor for the earlier sum and output.
+  // Raises row r's maximum. Raw scores are zero + score; factor turns a score into base 2. Returns the factor for the
+  // earlier sum and output.
   template <int kElements>
-  FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r, float zero, float factor,
-                                          float log2_scale) {
-    float even = -INFINITY, odd = -INFINITY;
+  FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r, float zero, float factor) {
+    float even = scores[2 * r], odd = scores[2 * r + 1];
     FLASHHOPPER_UNROLL
-    for (int e = 0; e < kElements; e += 2) {
+    for (int e = 4; e < kElements; e += 2) {
       if (accumulator_row(e) != r) continue;
       even = fmaxf(even, scores[e]);
       odd = fmaxf(odd, scores[e + 1]);
     }
-    float const block_max = (quad_max(fmaxf(even, odd)) - zero) * factor + log2_scale;
-    float const raised = fmaxf(row_max[r], block_max);
-    float const rescale = fast_exp2(row_max[r] - offset(raised));
+    float block_max = quad_max(fmaxf(even, odd));
+    if (zero != 0.f) block_max -= zero;
+    float const raised = fmaxf(row_max[r], block_max * factor);
+    float const rescale = fast_exp2(row_max[r] - raised);
     row_max[r] = raised;
     return rescale;
   }
 
   // Replaces the scores of row r by probabilities.
   template <int kElements>
-  FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r, float zero, float factor,
-                                            float log2_scale) const {
-    float const subtract = zero * factor + (offset(row_max[r]) - log2_scale - kProbabilityBits);
+  FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r, float zero, float factor) const {
+    float subtract = row_max[r] - kProbabilityBits;
+    if (zero != 0.f) subtract += zero * factor;
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
       if (accumulator_row(e) == r) scores[e] = fast_exp2(scores[e] * factor - subtract);
     }
   }
 
-  // The row sum of a block's probabilities joins the rescaled sum, without the scale of the block's values.
-  FLASHHOPPER_HOST_DEVICE void add_sum(float sum, int r, float rescale, float log2_scale) {
-    row_sum[r] = row_sum[r] * rescale + sum * fast_exp2(-log2_scale);
-  }
-  template <int kElements>
-  FLASHHOPPER_HOST_DEVICE static float sum_of(float const (&probabilities)[kElements], int r) {
-    float sum = 0.f;
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < kElements; ++e) {
-      if (accumulator_row(e) == r) sum += probabilities[e];
-    }
-    return sum;
-  }
+  // The row sum of a block's probabilities joins the rescaled sum.
+  FLASHHOPPER_HOST_DEVICE void add_sum(float sum, int r, float rescale) { row_sum[r] = row_sum[r] * rescale + sum; }
 
   // As OnlineSoftmax's.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
@@ -223,12 +213,9 @@ struct ScaledSoftmax {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.f;
       normalise[r] = empty ? 0.f : fast_reciprocal(sum);
-      lse[r] = empty ? -INFINITY : (offset(row_max[r]) - kProbabilityBits + fast_log2(sum)) * kLn2;
+      lse[r] = empty ? -INFINITY : (row_max[r] - kProbabilityBits + fast_log2(sum)) * kLn2;
     }
   }
-
- private:
-  FLASHHOPPER_HOST_DEVICE static float offset(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 };
 
 }  // namespace flashhopper

@@ -15,11 +15,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
   static constexpr int kPart = Traits::kPartColumns / 2;  // floats of a part of P V in one thread
-  // The sums of its rows follow where the product brings them.
-  static constexpr bool kSumsByProduct = Traits::kSumColumns > 0;
   static constexpr bool kOverlaps = Traits::kConfig.overlap;
-  // At most so many powers of two lie between the scales that ride on a row's probabilities.
-  static constexpr float kScaleBits = 6.f;
   // What an integer score starts from, and the same bits as a float.
   static constexpr uint32_t kZeroBits = 0x4B400000u;
   static constexpr float kZero = Traits::kIntegerScores ? 12582912.f : 0.f;
@@ -27,16 +23,10 @@ struct Consumer8 : ForwardConsumer<Traits> {
   FLASHHOPPER_DEVICE void run() {
     using namespace cute;
     typename Traits::MmaQK mma_qk;
-    typename Traits::MmaPV mma_pv;
     Tensor sQ = make_tensor(make_smem_ptr(storage.q[warpgroup][0]), typename Traits::LayoutQ{});  // (64, D, q_stages)
     Tensor sK = make_tensor(make_smem_ptr(storage.k[0]), typename Traits::LayoutK{});             // (N, D, stages)
-    Tensor sVt = make_tensor(make_smem_ptr(storage.v[0]), typename Traits::LayoutVt{});           // (Dv, N, stages)
-    Tensor sVt_parts = local_tile(
-        sVt, Shape<Int<Traits::kPartColumns + Traits::kSumColumns>, Int<Traits::kTileN>, Int<Traits::kStages>>{},
-        make_coord(_, 0, 0));                                                // (part, N, stages, parts)
-    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);         // (MMA, 1, D/32, q_stages)
-    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);         // (MMA, 1, D/32, stages)
-    Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt_parts);  // (MMA, 1, N/32, stages, parts)
+    Tensor tSrQ = mma_qk.get_slice(thread).partition_fragment_A(sQ);  // (MMA, 1, D/32, q_stages)
+    Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);  // (MMA, 1, D/32, stages)
 
     float scores[kScores];
     float part[kPart + Traits::kSumColumns / 2];
@@ -44,8 +34,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
     uint32_t probabilities[kScores / 4];
     Tensor tSrS = make_tensor(make_rmem_ptr(reinterpret_cast<typename Traits::Score*>(scores)),
                               partition_shape_C(mma_qk, Shape<_64, Int<Traits::kTileN>>{}));
-    Tensor tOrO = make_tensor(make_rmem_ptr(part),
-                              partition_shape_C(mma_pv, Shape<_64, Int<Traits::kPartColumns + Traits::kSumColumns>>{}));
     Tensor tOrP = make_tensor(make_rmem_ptr(reinterpret_cast<element::e4m3*>(probabilities)),
                               ProbabilityLayout8<Traits::kTileN>{});
 
@@ -53,10 +41,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     int slot = this->next_tile(reader);
 
     auto issue_qk = [&] {
-      if constexpr (Traits::kIntegerScores) {
-        FLASHHOPPER_UNROLL
-        for (int e = 0; e < kScores; ++e) scores[e] = __uint_as_float(kZeroBits);
-      }
+      clear_scores(scores);
       constexpr Accumulate kMode = Traits::kIntegerScores ? Accumulate::kAdd : Accumulate::kFresh;
       issue_gemm<kMode>(mma_qk, tSrQ(_, _, _, at_q.slot), tSrK(_, _, _, at_k.slot), tSrS);
     };
@@ -71,21 +56,25 @@ struct Consumer8 : ForwardConsumer<Traits> {
       issue_qk();
       this->pass_turn();
     };
-    auto issue_pv = [&](int slot, int p) {
-      issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV(_, _, _, slot, p), tOrO);
+    // Part p of P V, p a constant.
+    auto issue_pv = [&](int slot, auto p) {
+      constexpr int kColumns = Traits::columns_of_part(p);
+      typename Traits::template MmaPV<kColumns> mma_pv;
+      Tensor sVt = make_tensor(make_smem_ptr(storage.v[slot] + p * Traits::kPartColumns * Traits::kTileN),
+                               typename Traits::template LayoutVtPart<kColumns>{});
+      Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt(_, _, 0));  // (MMA, 1, N/32)
+      Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<kColumns>>{}));
+      issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV, tOrO);
     };
     // O of part p = rescale * O + the product just finished.
-    // left: of the values' scale; the same for all threads of the CTA and rarely other than 1.
-    auto add_part = [&](int p, float const(&rescale)[kRowsPerThread], float left) {
-      warpgroup_fence_operand(tOrO);
-      if (left != 1.f) {
-        FLASHHOPPER_UNROLL
-        for (int e = 0; e < kPart; ++e) part[e] *= left;
-      }
+    auto add_part = [&](auto p, float const(&rescale)[kRowsPerThread], float change) {
+      float const factor[kRowsPerThread] = {rescale[0] * change, rescale[1] * change};
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < Traits::columns_of_part(p) / 2; ++e) warpgroup_fence_operand(part[e]);
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kPart; ++e) {
         float& output = outputs[p * kPart + e];
-        output = output * rescale[accumulator_row(e)] + part[e];
+        output = output * factor[accumulator_row(e)] + part[e];
         // Now, or the compiler would keep the product and put the addition off to where registers have run out.
         asm volatile("" : "+f"(output));
       }
@@ -98,103 +87,93 @@ struct Consumer8 : ForwardConsumer<Traits> {
         SequenceTile const& tile = storage.tile[slot];
         BlockRange const blocks = visited_blocks<Traits>(args, tile);
         ScaledSoftmax softmax;
-        float q_factor[kRowsPerThread], rescale[kRowsPerThread];
-        // Of the product in flight or due: log2 of the scale that rides on its probabilities, and what is left of the
-        // values' scale. Where a block's values are far smaller than others, only a part rides: probabilities rounded
-        // to zero would be missing from the row sum.
-        float scale_in_flight = 0.f, left_in_flight = 1.f;
-        float largest_scale = -INFINITY;
+        float q_factor[kRowsPerThread];
+        // Of the product in flight or due: the factors of what its rows have summed so far, the change of the output's
+        // unit and the unit.
+        float rescale[kRowsPerThread], change = 1.f, unit = 1.f;
         FLASHHOPPER_UNROLL
         for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
         FLASHHOPPER_UNROLL
         for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
 
         int n = blocks.end - 1;
-        // From the scores of block n to its probabilities. between: what is done in the midst of the exponentials; the
-        // release of K, tied to the first of them, keeps ptxas from moving it to the top.
-        auto finish_scores = [&](auto&& between) {
+        // From the scores of block n, pending their wait, to its probabilities. pending: products that may stay in
+        // flight. midst, end: what is done in the midst of the exponentials and at their end.
+        // The release of K, tied to one of them, keeps ptxas from moving the wait in front of it.
+        auto finish_scores = [&](auto pending, auto&& midst, auto&& end) {
+          // What does not depend on the scores comes before their wait, which hides its latency.
+          bool const has_mask = needs_mask(slot, n);
+          StepScales const scales = storage.scales[at_k.slot];
+          warpgroup_wait<decltype(pending)::value>();
           warpgroup_fence_operand(tSrS);
-          mask_step(scores, slot, n);
-          float2 const scales = storage.scales[at_k.slot];
-          float log2_scale = fast_log2(scales.y), left = 1.f;
-          if constexpr (kSumsByProduct) {
-            largest_scale = fmaxf(largest_scale, log2_scale);
-            float const rides = fmaxf(log2_scale, largest_scale - kScaleBits);
-            left = fast_exp2(log2_scale - rides);
-            log2_scale = rides;
-          }
-          float const factor[kRowsPerThread] = {q_factor[0] * scales.x, q_factor[1] * scales.x};
+          if (has_mask) this->apply_mask(scores, storage.tile[slot], n);
+          float const factor[kRowsPerThread] = {q_factor[0] * scales.k, q_factor[1] * scales.k};
           float raised[kRowsPerThread];
-          raised[0] = softmax.raise_max(scores, 0, kZero, factor[0], log2_scale);
-          raised[1] = softmax.raise_max(scores, 1, kZero, factor[1], log2_scale);
-          auto const add_own_sum = [&](int r) {
-            if constexpr (!kSumsByProduct) softmax.add_sum(softmax.sum_of(scores, r), r, raised[r], log2_scale);
-          };
-          softmax.exponentiate(scores, 0, kZero, factor[0], log2_scale);
+          raised[0] = softmax.raise_max(scores, 0, kZero, factor[0]);
+          softmax.exponentiate(scores, 0, kZero, factor[0]);
           this->release_after(storage.k_empty, at_k, scores[0]);
-          add_own_sum(0);
-          softmax.exponentiate(scores, 1, kZero, factor[1], log2_scale);
-          add_own_sum(1);
-          between();
+          midst();
+          raised[1] = softmax.raise_max(scores, 1, kZero, factor[1]);
+          softmax.exponentiate(scores, 1, kZero, factor[1]);
+          end();
           rescale[0] = raised[0];
           rescale[1] = raised[1];
-          scale_in_flight = log2_scale;
-          left_in_flight = left;
+          change = scales.change;
+          unit = scales.v;
           pack_probabilities(scores, probabilities);
         };
         auto add_sums = [&] {
-          if constexpr (kSumsByProduct) {
-            FLASHHOPPER_UNROLL
-            for (int r = 0; r < kRowsPerThread; ++r)
-              softmax.add_sum(part[kPart + 2 * r], r, rescale[r], scale_in_flight);
-          }
+          FLASHHOPPER_UNROLL
+          for (int r = 0; r < kRowsPerThread; ++r) softmax.add_sum(part[kPart + 2 * r], r, rescale[r]);
         };
-        auto finish_pv = [&](auto in_flight) {
-          warpgroup_wait<decltype(in_flight)::value>();
-          add_part(0, rescale, left_in_flight);
+        auto finish_pv = [&] {
+          add_part(Int<0>{}, rescale, change);
           add_sums();
           this->release(storage.v_empty, at_v);
+        };
+        // In the midst of the exponentials, not behind them, so that ptxas mixes them with the conversions of P.
+        auto await_values = [&] {
+          auto const at = at_k.before();
+          storage.v_full[at.slot].wait(at.phase);
         };
         // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
         auto multiply_values = [&] {
           auto at = at_k.before();
-          FLASHHOPPER_UNROLL
-          for (int p = 0; p < Traits::kParts; ++p) {
-            // Once would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas puts off the
-            // additions of a part until the next is under way, and runs out of registers.
-            storage.v_full[at.slot].wait(at.phase);
+          for_each(make_seq<Traits::kParts>{}, [&](auto p) {
+            // Once, in await_values, would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas
+            // puts off the additions of a part until the next is under way, and runs out of registers.
+            if constexpr (p > 0) storage.v_full[at.slot].wait(at.phase);
             issue_pv(at.slot, p);
             warpgroup_wait<0>();
-            add_part(p, rescale, left_in_flight);
-          }
+            add_part(p, rescale, change);
+          });
           add_sums();
           this->release(storage.v_empty, at);
         };
+        auto nothing = [] {};
 
         int const done = slot;
         if constexpr (kOverlaps) {
-          warpgroup_wait<0>();
-          finish_scores([] {});
+          finish_scores(Int<0>{}, nothing, nothing);
           for (--n; n >= blocks.begin; --n) {
             storage.k_full[at_k.slot].wait(at_k.phase);
             this->wait_turn();
             issue_qk();
             storage.v_full[at_v.slot].wait(at_v.phase);
-            issue_pv(at_v.slot, 0);
+            issue_pv(at_v.slot, Int<0>{});
             this->pass_turn();
-            warpgroup_wait<1>();
-            finish_scores([&] { finish_pv(Int<0>{}); });
+            finish_scores(Int<1>{}, [] { warpgroup_wait<0>(); }, finish_pv);
           }
           this->release(storage.q_empty[warpgroup], at_q);
           storage.v_full[at_v.slot].wait(at_v.phase);
-          issue_pv(at_v.slot, 0);
+          issue_pv(at_v.slot, Int<0>{});
           slot = this->next_tile_early(reader);
           start_tile();
-          finish_pv(Int<1>{});
+          warpgroup_wait<1>();
+          finish_pv();
         } else {
           while (true) {
-            warpgroup_wait<0>();
-            finish_scores([] {});
+            finish_scores(Int<0>{}, await_values, nothing);
             this->wait_turn();
             multiply_values();
             if (--n < blocks.begin) break;
@@ -209,6 +188,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
 
         float normalise[kRowsPerThread], lse[kRowsPerThread];
         softmax.finish(normalise, lse);
+        FLASHHOPPER_UNROLL
+        for (int r = 0; r < kRowsPerThread; ++r) normalise[r] *= unit;
         finish_rows(tile, outputs, normalise, lse);
         reader.hand_back(done, lane == 0);
       } while (slot >= 0);
@@ -227,14 +208,20 @@ struct Consumer8 : ForwardConsumer<Traits> {
     return args.q_scale[head * args.q_scales + (args.q_block > 0 ? row / args.q_block : 0)] * args.softmax_scale_log2;
   }
 
-  // The element mask of a step, where its block needs one: the same for all threads of the CTA. The bounds are computed
-  // anew in every step, for held through the loop they would cost registers that it does not have; the volatile keeps
-  // the compiler from doing so.
-  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], int slot, int n) const {
+  // What the accumulators of integer scores start from.
+  FLASHHOPPER_DEVICE static void clear_scores(float (&scores)[kScores]) {
+    if constexpr (!Traits::kIntegerScores) return;
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kScores; ++e) asm volatile("mov.b32 %0, %1;" : "=f"(scores[e]) : "n"(kZeroBits));
+  }
+
+  // Whether a step needs the element mask: the same for all threads of the CTA. The bounds are computed anew in every
+  // step, for held through the loop they would cost registers that it does not have; the volatile keeps the compiler
+  // from doing so.
+  FLASHHOPPER_DEVICE bool needs_mask(int slot, int n) const {
     asm volatile("" : "+r"(slot));
-    SequenceTile const& tile = storage.tile[slot];
-    BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
-    if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, tile, n);
+    BlockRange const unmasked = unmasked_blocks<Traits>(args, storage.tile[slot]);
+    return n < unmasked.begin || n >= unmasked.end;
   }
 
   // Registers in the order of ProbabilityLayout8: the keys of two accumulator groups of one row in each.

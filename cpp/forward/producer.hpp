@@ -11,13 +11,27 @@
 
 namespace flashhopper {
 
-// The scales of K and of V for the step at a key.
-FLASHHOPPER_DEVICE float2 block_scales(Forward8Args const& args, Tile const& tile, int key) {
-  int64_t const head = kv_head_of(args, tile);
-  int const block = key / kScaleBlock;
-  return {args.k_scale[head * args.k_scales + min_of(block, args.k_scales - 1)],
-          args.v_scale[head * args.v_scales + min_of(block, args.v_scales - 1)]};
-}
+// The scales of one step of a tile after the other.
+class ScaleReader {
+ public:
+  FLASHHOPPER_DEVICE StepScales next(Forward8Args const& args, Tile const& tile, int key) {
+    int64_t const head = kv_head_of(args, tile);
+    int const block = key / kScaleBlock;
+    float const k = args.k_scale[head * args.k_scales + min_of(block, args.k_scales - 1)];
+    float const v = args.v_scale[head * args.v_scales + min_of(block, args.v_scales - 1)];
+    largest_ = fmaxf(largest_, v);
+    float const unit = fmaxf(v, largest_ * kLeastUnit);
+    float const change = unit_ == 0.f ? 1.f : unit_ / unit;
+    unit_ = unit;
+    return {k, change, unit};
+  }
+
+ private:
+  // Values this much smaller than others of the tile count as if they were not smaller, 0 for all that 8 bits can show.
+  // In a smaller unit, the sum of the others might leave the range of a float.
+  static constexpr float kLeastUnit = 0x1p-80f;
+  float largest_ = 0.f, unit_ = 0.f;
+};
 
 // Streams the key blocks of every tile, last block first. V trails K by one block because that is the order of use,
 // also across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
@@ -50,6 +64,7 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     BlockRange const blocks = visited_blocks<Traits>(args, tile);
     storage.keys[slot] = {row_origin(args.wrap != 0, tile.rows.k, tile.batch), tile.head / args.group};
     int place = -1;
+    [[maybe_unused]] ScaleReader scale_reader;
     if (blocks.size() == 0) {
       // A tile without keys brings no block that the last values could trail: consumers would wait for them for ever.
       load_due_values();
@@ -61,7 +76,7 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
       if (n == blocks.begin) place = source.take();
       if constexpr (Traits::kIs8Bit) {
         // Asked for in front of the wait, which hides their latency.
-        float2 const scales = block_scales(args, tile, n * Traits::kTileN);
+        StepScales const scales = scale_reader.next(args, tile, n * Traits::kTileN);
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
         storage.scales[at_k.slot] = scales;
       } else {

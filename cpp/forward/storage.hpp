@@ -13,6 +13,13 @@ struct KeyPlace {
   int kv_head;
 };
 
+// What a step of 8 bits multiplies by. The output is summed in units of the scale of the values added last.
+struct alignas(16) StepScales {
+  float k;       // of the keys
+  float change;  // from the unit of the step before to that of this one
+  float v;       // the unit: the scale of the values
+};
+
 template <class Traits>
 struct ForwardStorage {
   using Element = typename Traits::Element;
@@ -40,8 +47,8 @@ struct ForwardStorage {
 
   SequenceTile tile[kTileSlots];  // block < 0: no more work
   KeyPlace keys[kTileSlots];      // of each tile; the key-value warp alone reads and writes them
-  // 8 bits alone: the scales of the key block in a slot of K, and of the values that belong to it. There with K.
-  float2 scales[Traits::kStages];
+  // 8 bits alone: of the key block in a slot of K and the values that belong to it. There with K.
+  StepScales scales[Traits::kStages];
 
   // The columns that sum probabilities: the first all ones, the others zeros. TMA never writes them.
   FLASHHOPPER_DEVICE void fill_sum_columns() {

@@ -42,15 +42,24 @@ struct Forward8Traits {
   using LayoutQ = TileLayout<Element, kWarpgroupRows, kHeadDim, kQStages>;  // (64, head_dim, q_stages)
   using LayoutK = TileLayout<Element, kTileN, kHeadDim, kStages>;           // (tile_n, head_dim, stages)
   using LayoutVt = TileLayout<ElementV, kRowsVt, kTileN, kStages>;          // (head_dim_v + sum, tile_n, stages)
+  // Of some rows of a stage: they follow one another because a row is no longer than a swizzle.
+  template <int kRows>
+  using LayoutVtPart = TileLayout<ElementV, kRows, kTileN, 1>;
+  static_assert(kTileN <= 128);
 
   using MmaQK = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, Score,
                                  cute::Shape<cute::_64, cute::Int<kTileN>, cute::Int<kHeadDim>>>()));
+  // The product of a part of V's columns; sums join the last.
+  static constexpr int columns_of_part(int p) { return kPartColumns + (p + 1 == kParts ? kSumColumns : 0); }
+  template <int kColumns>
   using MmaPV = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<ElementV, ElementV, float,
-                                 cute::Shape<cute::_64, cute::Int<kPartColumns + kSumColumns>, cute::Int<kTileN>>>()));
+                                 cute::Shape<cute::_64, cute::Int<kColumns>, cute::Int<kTileN>>>()));
   static_assert(cute::size<1>(typename MmaQK::AtomShape_MNK{}) == kTileN, "Q K^T must be one instruction wide");
-  static_assert(cute::size<1>(typename MmaPV::AtomShape_MNK{}) == kPartColumns + kSumColumns,
+  static_assert(cute::size<1>(typename MmaPV<kPartColumns>::AtomShape_MNK{}) == kPartColumns &&
+                    cute::size<1>(typename MmaPV<kPartColumns + kSumColumns>::AtomShape_MNK{}) ==
+                        kPartColumns + kSumColumns,
                 "P V must be one instruction wide");
 };
 

@@ -95,6 +95,26 @@ void sum_rows() {
   }
 }
 
+// Rows of V^T that one product takes lie as a tile of their own, so that consumer8.hpp points at the first of them.
+template <int kColumns, int kSums, int kPart, int kStages>
+void value_parts() {
+  auto const whole =
+      cute::as_position_independent_swizzle_layout(TileLayout<element::e4m3, kColumns + kSums, 128, kStages>{});
+  auto const part = cute::as_position_independent_swizzle_layout(TileLayout<element::e4m3, kPart + kSums, 128, 1>{});
+  for (int s = 0; s < kStages; ++s) {
+    for (int first = 0; first < kColumns; first += kPart) {
+      int const rows = first + kPart == kColumns ? kPart + kSums : kPart;
+      int const offset = s * (kColumns + kSums) * 128 + first * 128;
+      CHECK(offset % 1024 == 0);  // what a swizzle repeats after
+      for (int r = 0; r < rows; ++r) {
+        for (int c = 0; c < 128; ++c) {
+          CHECK(static_cast<int>(whole(first + r, c, s)) == offset + static_cast<int>(part(r, c, 0)));
+        }
+      }
+    }
+  }
+}
+
 // A thread's four packed registers of 32 keys are the operand as it lies.
 template <int kColumns>
 void probabilities8() {
@@ -115,6 +135,9 @@ void forward8_table(std::integer_sequence<int, kIndex...>) {
    ...);
   (sum_rows<kForward8Configs[kIndex].head_dim_v, sum_columns(kForward8Configs[kIndex]),
             kForward8Configs[kIndex].stages>(),
+   ...);
+  (value_parts<kForward8Configs[kIndex].head_dim_v, sum_columns(kForward8Configs[kIndex]),
+               kForward8Configs[kIndex].partial_columns, kForward8Configs[kIndex].stages>(),
    ...);
   (probabilities8<kForward8Configs[kIndex].tile_n>(), ...);
 }

@@ -27,7 +27,7 @@ from gpu_support import Tensors, judged, materialised
 
 import flashhopper
 from flashhopper.engine import hopper_fp8
-from flashhopper.fp8 import Fp8QKV, Fp8Recipe, emulate, formats
+from flashhopper.fp8 import Fp8QKV, Fp8Recipe, emulate
 from flashhopper.fp8 import quantize as torch_quantizer
 
 GUARD_BYTES = 4096  # around a result; they must stay as they were
@@ -39,12 +39,10 @@ EXACT_OUT_LIMIT = 4e-2
 # Where weights are nearly equal, those of a block round alike: their errors do not cancel, the values' sum does.
 EXACT_VALUE_LIMIT = 5e-3  # of the values
 ROW_LIMIT = 0.15  # of a single row
-# Natural logarithms: where sums are of rounded probabilities, one that changes its rounding changes them.
-LSE_LIMIT = {("e4m3", "rounded"): 4e-2, ("int8", "rounded"): 1.5e-2, ("e4m3", "exact"): 8e-3, ("int8", "exact"): 2e-3}
-EXACT_LSE_LIMIT = {
-    "rounded": 5e-2,
-    "exact": 1e-2,
-}  # with rounded sums that of a row with one large weight and many small
+# Natural logarithms: sums are of rounded probabilities, and one that changes its rounding changes them; most where a
+# row has one large weight and many small.
+LSE_LIMIT = {"e4m3": 4e-2, "int8": 1.5e-2}
+EXACT_LSE_LIMIT = 5e-2
 RECIPES = {
     "paper": Fp8Recipe.paper(),
     "e4m3": Fp8Recipe.e4m3(),
@@ -147,13 +145,6 @@ def attend(
         return hopper_fp8.forward(qkv, softmax_scale, -1, 0 if causal else -1, sm_margin)
 
 
-def row_sum(qkv: Fp8QKV) -> str:
-    """How the kernel that serves these data sums probabilities: up to 128 columns of values the product does it, from
-    the rounded ones.
-    """
-    return "rounded" if max(formats.computed_head_dims(qkv.head_dim, qkv.head_dim_v)) <= 128 else "exact"
-
-
 def exact(qkv: Fp8QKV, causal: bool, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of the data's own numbers in float64: out, lse and the root of the mean square of the values without
     their mean. lse has the mean's part as the data bring it: from queries before they were quantised.
@@ -176,14 +167,14 @@ def judge8(
     assert (lse.shape, lse.dtype) == ((batch, heads, seqlen_q), torch.float32)
     if out.numel() == 0:
         return None
-    sums, qk_format = row_sum(qkv), qkv.recipe.qk_format
-    emulated = emulate.attention(qkv, scale, causal, row_sum=sums, out_dtype=torch.float32)
+    qk_format = qkv.recipe.qk_format
+    emulated = emulate.attention(qkv, scale, causal, out_dtype=torch.float32)
     nothing = torch.zeros((), dtype=torch.float64, device=out.device)
     found = _measure(qkv, out, lse, *emulated, nothing)
-    problem = found.problem(OUT_LIMIT[qk_format], ROW_LIMIT, LSE_LIMIT[qk_format, sums])
+    problem = found.problem(OUT_LIMIT[qk_format], ROW_LIMIT, LSE_LIMIT[qk_format])
     if problem is None and with_exact:
         found = _measure(qkv, out, lse, *exact(qkv, causal, scale))
-        problem = found.problem(EXACT_OUT_LIMIT, 2 * ROW_LIMIT, EXACT_LSE_LIMIT[sums])
+        problem = found.problem(EXACT_OUT_LIMIT, 2 * ROW_LIMIT, EXACT_LSE_LIMIT)
         problem = problem and f"against float64: {problem}"
     return problem
 

@@ -229,15 +229,18 @@ def test_the_public_function_is_quantiser_and_kernel(causal: bool) -> None:
         assert (out.double() - exact_out).norm() <= 6 * OUT_LIMIT["e4m3"] * exact_out.norm()
 
 
-@pytest.mark.parametrize("small", [0.0, 2.0**-20], ids=["zeros", "tiny"])
+@pytest.mark.parametrize(("small", "size"), [(0.0, 1.0), (2.0**-20, 1.0), (0.0, 1e30)], ids=["zeros", "tiny", "huge"])
 @pytest.mark.parametrize("recipe", ["accurate", "e4m3"])
 @pytest.mark.parametrize("dims", ROWS, ids=str)
-def test_blocks_of_small_values_keep_their_weight(dims: tuple[int, int], recipe: str, small: float) -> None:
-    """Keys whose values are (nearly) zero still share the softmax: their probabilities must not leave the row sum."""
+def test_blocks_of_small_values_keep_their_weight(
+    dims: tuple[int, int], recipe: str, small: float, size: float
+) -> None:
+    """Keys whose values are (nearly) zero still share the softmax, and sums in the unit of their scale stay finite."""
     case = Case(1, 256, 640, recipe=recipe).with_dims(dims)
     q, k, v = draw8(case, seed=11, mean=1.0)
     v[:, 128:256] *= small
     v[:, 512:] *= small
+    v *= size
     for center in (False, True):
         out, _ = flashhopper.flash_attn_func(q, k, v, fp8=replace(RECIPES[recipe], center_v=center), return_lse=True)
         expected, _ = materialised(q, k, v, False, torch.float64)

@@ -45,8 +45,8 @@ def oracle(
 
     q_scale = each(qkv.q_scale, recipe.q_block, seqlen_q)[..., None]
     k_scale = each(qkv.k_scale, recipe.k_block, seqlen_k).repeat_interleave(group, 1)[:, :, None]
-    v_scale = each(qkv.v_scale, recipe.v_block, seqlen_k).repeat_interleave(group, 1)[:, :, None]
-    s = q @ k.mT * q_scale * k_scale * (scale / math.log(2)) + v_scale.log2()
+    v = v * each(qkv.v_scale, recipe.v_block, seqlen_k).repeat_interleave(group, 1)[..., None]
+    s = q @ k.mT * q_scale * k_scale * (scale / math.log(2))
     i, j = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q, torch.arange(seqlen_k)[None]
     left, right = window
     hidden = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
@@ -62,7 +62,7 @@ def oracle(
         p = torch.where(seen, torch.exp2(s[..., tile] - new + 8), 0.0)
         decay = torch.where(seen, torch.exp2(m - new), 1.0)
         total = total * decay + p.float().to(formats.E4M3).double() @ v[..., tile, :]
-        row_sum = row_sum * decay + (p / v_scale[..., tile]).sum(-1, keepdim=True)
+        row_sum = row_sum * decay + p.sum(-1, keepdim=True)
         m = new
     seen = row_sum > 0
     mean = 0.0 if qkv.v_mean is None else qkv.v_mean.double().repeat_interleave(group, 1)[:, :, None]

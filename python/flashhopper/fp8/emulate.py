@@ -3,16 +3,14 @@ report and tests; after it: quantize.py, accumulator.py, engine/tiles.py, engine
 
 Keys come in tiles of 128, the last visible tile first. In base 2, for row r and tile j,
 
-    f = q_scale[r] softmax_scale log2(e) k_scale[j],   s = f (q . k) + log2 v_scale[j]
-    m_new = max(m, max s),   p = 2^(s - m_new + 8),   l = l 2^(m - m_new) + sum(e4m3(p)) / v_scale[j]
-    O = O 2^(m - m_new) + e4m3(p) @ v,   at the end  out = O / l + v_mean
+    f = q_scale[r] softmax_scale log2(e) k_scale[j],   s = f (q . k)
+    m_new = max(m, max s),   p = 2^(s - m_new + 8),   l = l 2^(m - m_new) + sum(e4m3(p))
+    O = O 2^(m - m_new) v_scale[j + 1] / v_scale[j] + e4m3(p) @ v,   at the end  out = O v_scale / l + v_mean
 
-The scale of a block of values rides on its probabilities, which cost no more for it, and leaves the row sum by one
-factor a tile. Up to 128 columns the sum comes out of the product itself, by a column of ones, so it is of p as it was
-rounded. There, where a block's values are far smaller than those seen so far (2^-6), only a part of their scale rides,
-for probabilities rounded to zero would be missing from the sum. Beyond 128 columns there is no room for the column of
-ones and p is added before it is rounded. The 2^8 puts the largest probability where e4m3 has its range. The lse of a
-row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
+O is in units of the scale of the tile added last: then no tile's product needs a factor of its own. A unit is never
+below 2^-80 of the largest scale of the row's tiles, for O might leave the range of float32. The row sum comes out of
+the product itself, by a column of ones, so it is of p as it was rounded. The 2^8 puts the largest probability where
+e4m3 has its range. The lse of a row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from .quantize import Fp8QKV, spread
 from .recipe import TILE_KEYS
 
 P_BITS = 8.0  # the largest probability is 2^8, below e4m3's 448
-SCALE_BITS = 6.0  # powers of two that may lie between the scales that ride on a row's probabilities
+UNIT_BITS = 80.0  # powers of two that may lie between the units of a row's sums
 ACCUMULATIONS = ("fp32", "14bit")
 ROW_SUMS = ("exact", "rounded")
 
@@ -61,7 +59,7 @@ def attention(
     *,
     accumulation: str = "fp32",
     two_level: bool | None = None,
-    row_sum: str | None = None,
+    row_sum: str = "rounded",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit attention of what quantize_fp8 returned.
@@ -72,8 +70,7 @@ def attention(
         accumulation: "fp32", or "14bit": both products in Hopper's 8-bit accumulator (accumulator.py; slow; products of
             int8 stay exact, as they are there).
         two_level: default the recipe's; with "fp32" it makes no difference.
-        row_sum: "exact" adds the probabilities before they are rounded to e4m3, "rounded" after; default as the kernel
-            of the head dimension does (kernel_row_sum).
+        row_sum: "exact" adds the probabilities before they are rounded to e4m3, "rounded" after, as the kernel does.
         out_dtype: default qkv.dtype, the 16-bit dtype of the inputs.
 
     Returns:
@@ -82,9 +79,10 @@ def attention(
     """
     if accumulation not in ACCUMULATIONS:
         raise ValueError(f"accumulation is {accumulation!r}: must be 'fp32' or '14bit'; the default is 'fp32'")
-    row_sum = kernel_row_sum(qkv.q.shape[3], qkv.v.shape[2]) if row_sum is None else row_sum
     if row_sum not in ROW_SUMS:
-        raise ValueError(f"row_sum is {row_sum!r}: must be 'exact' or 'rounded'; None is the kernel's")
+        raise ValueError(
+            f"row_sum is {row_sum!r}: must be 'exact' or 'rounded'; the default is 'rounded', the kernel's"
+        )
     scale = qkv.head_dim**-0.5 if softmax_scale is None else softmax_scale
     seqlen_q, seqlen_k = qkv.q.shape[1], qkv.seqlen_k
     left, right = checks.normalize_window(causal, window_size)
@@ -95,11 +93,6 @@ def attention(
     settings = _Settings(mask, group, is_14bit and qkv.q.dtype != torch.int8, is_14bit, levels, row_sum == "rounded")
     with torch.autocast(qkv.q.device.type, enabled=False):  # it would round scores to 16 bits
         return _forward(qkv, scale, settings, qkv.dtype if out_dtype is None else out_dtype)
-
-
-def kernel_row_sum(columns: int, columns_v: int) -> str:
-    """What the kernel that serves these stored columns adds up (cpp/core/config.hpp, sum_columns)."""
-    return "rounded" if max(columns, columns_v) <= 128 else "exact"
 
 
 def _forward(
@@ -172,14 +165,13 @@ def _walk(
     if begin >= end:
         return total, row_max, row_sum
     largest = torch.zeros_like(keys.v_scale[..., :1])
-    # Weights rounded to zero would be missing from a sum of rounded weights.
-    is_split = settings.sums_rounded and settings.two_level
+    unit = torch.ones_like(largest)
     for j in range((end - 1) // TILE_KEYS, begin // TILE_KEYS - 1, -1):
         span = (j * TILE_KEYS, min((j + 1) * TILE_KEYS, keys.k.shape[1]))
-        v_scale = keys.v_scale[..., j : j + 1]
+        v_scale, unit_before = keys.v_scale[..., j : j + 1], unit
         largest = torch.maximum(largest, v_scale)
-        rides = torch.maximum(v_scale, largest * 2.0**-SCALE_BITS) if is_split else v_scale
-        tile = _scores(q_block, factor, keys, q_span, span, settings).add_(rides.log2())
+        unit = torch.maximum(v_scale, largest * 2.0**-UNIT_BITS)
+        tile = _scores(q_block, factor, keys, q_span, span, settings)
         new_max = torch.maximum(row_max, tile.amax(dim=-1, keepdim=True))
         # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights 2^-inf = 0.
         base = new_max.masked_fill(new_max == -math.inf, 0.0)
@@ -187,15 +179,10 @@ def _walk(
         weights = tile.sub_(base - P_BITS).exp2_()
         sums = None if settings.sums_rounded else weights.sum(dim=-1, keepdim=True)
         weights = formats.round_e4m3_(weights)
-        sums = weights.sum(dim=-1, keepdim=True) if sums is None else sums
-        row_sum = row_sum * decay + sums / rides
-        total.mul_(decay)
-        v = keys.v[:, slice(*span)]
-        if is_split:
-            total.add_(_add_values(torch.zeros_like(total), weights, v, settings).mul_(v_scale / rides))
-        else:
-            total = _add_values(total, weights, v, settings)
+        row_sum = row_sum * decay + (weights.sum(dim=-1, keepdim=True) if sums is None else sums)
+        total = _add_values(total.mul_(decay * (unit_before / unit)), weights, keys.v[:, slice(*span)], settings)
         row_max = new_max
+    total *= unit
     return total, row_max, row_sum
 
 

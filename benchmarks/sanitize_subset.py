@@ -114,8 +114,16 @@ def _run_forward(library: Library, case: Case, generator: torch.Generator) -> fl
     return (out.cpu().double() - expected).abs().max().item()
 
 
+def _worst(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> float:
+    """The largest error of gradients, against the largest element of each where that exceeds 1."""
+    errors = [
+        (mine.cpu().double() - right).abs().max().item() / max(1.0, right.abs().max().item())
+        for mine, right in zip(found, expected, strict=True)
+    ]
+    return max(float("inf") if error != error else error for error in errors)  # NaN would not be the largest
+
+
 def _run_backward(library: Library, case: Case, deterministic: bool, generator: torch.Generator) -> float:
-    """The largest error of dq, dk and dv, against the largest element of each where that exceeds 1."""
     inputs, dout = _inputs(case, generator)
     leaves = [x.double().requires_grad_() for x in inputs]
     out, lse = _attend(case, *leaves)
@@ -125,41 +133,41 @@ def _run_backward(library: Library, case: Case, deterministic: bool, generator: 
         dout.cuda(), *(x.cuda() for x in inputs), *results, causal=case.causal, deterministic=deterministic
     )
     torch.cuda.synchronize()
-    errors = [
-        (mine.cpu().double() - right).abs().max().item() / max(1.0, right.abs().max().item())
-        for mine, right in zip(gradients, expected, strict=True)
-    ]
-    return max(float("inf") if error != error else error for error in errors)  # NaN would not be the largest
+    return _worst(gradients, expected)
 
 
-def _run_packed(dtype: str, head_dim: int, generator: torch.Generator) -> float:
-    """Of each sequence, all rows but the last exist."""
+def _run_packed(dtype: str, head_dim: int, generator: torch.Generator) -> tuple[float, float]:
+    """Errors of out and of the gradients; of each sequence, all rows but the last exist."""
     cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).int() for lengths in PACKED)
     used_q, used_k = ((cu.diff() - 1).clamp_min(0).int() for cu in (cu_q, cu_k))
     shapes = ((int(cu_q[-1]), 4, head_dim), *[(int(cu_k[-1]), 2, head_dim)] * 2)
     q, k, v = (torch.randn(shape, generator=generator).to(TORCH_DTYPES[dtype]) for shape in shapes)
-    sink = torch.randn(4, generator=generator)
+    dout, sink = torch.randn(shapes[0], generator=generator).to(q.dtype), torch.randn(4, generator=generator)
+    leaves = [x.double().requires_grad_() for x in (q, k, v, sink)]
     options: dict[str, Any] = {"window_size": (100, 0), "softcap": 20.0}
     expected, _ = flashhopper.reference_attention(
-        *(q, k, v),
-        sink=sink,
+        *leaves[:3],
+        sink=leaves[3],
         cu_seqlens_q=cu_q,
         cu_seqlens_k=cu_k,
         seqused_q=used_q,
         seqused_k=used_k,
         **options,
     )
-    for x, cu in ((q, cu_q), (k, cu_k), (v, cu_k)):
+    gradients = torch.autograd.grad(expected, leaves, dout.double())
+    for x, cu in ((q, cu_q), (dout, cu_q), (k, cu_k), (v, cu_k)):
         x[cu[1:][cu.diff() > 0].long() - 1] = float("nan")
     longest = (max(PACKED[0]), max(PACKED[1]))
     used = {"seqused_q": used_q.cuda(), "seqused_k": used_k.cuda()}
+    mine = [x.cuda().requires_grad_() for x in (q, k, v, sink)]
     with flashhopper.set_backend("hopper"):
         out = flashhopper.flash_attn_varlen_func(
-            *(x.cuda() for x in (q, k, v, cu_q, cu_k)), *longest, sink=sink.cuda(), **used, **options
+            *mine[:3], cu_q.cuda(), cu_k.cuda(), *longest, sink=mine[3], **used, **options
         )
-    torch.cuda.synchronize()
     assert isinstance(out, torch.Tensor)
-    return (out.cpu().double() - expected).abs().max().item()
+    found = torch.autograd.grad(out, mine, dout.cuda())
+    torch.cuda.synchronize()
+    return (out.detach().cpu().double() - expected.detach()).abs().max().item(), _worst(found, gradients)
 
 
 def _on_cpu(qkv: Fp8QKV) -> Fp8QKV:
@@ -197,7 +205,9 @@ def main() -> int:
     else:
         for dtype, head_dim in (("bf16", 64), ("fp16", 128), ("bf16", 256)):
             case = Case(dtype, head_dim, head_dim, True, len(PACKED[0]), 4, 2, sum(PACKED[0]), sum(PACKED[1]))
-            results.append(("packed forward", case, _run_packed(dtype, head_dim, generator), BOUND))
+            error, gradient_error = _run_packed(dtype, head_dim, generator)
+            results.append(("packed forward", case, error, BOUND))
+            results.append(("packed backward", case, gradient_error, BOUND))
         for case, recipe in EIGHT_BIT:
             lost, error = _run_8bit(case, recipe, generator)
             results.append((f"quantise {recipe.qk_format}", case, lost, BOUND_8BIT))

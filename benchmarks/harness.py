@@ -59,8 +59,8 @@ def make_row(
     return row
 
 
-def _contenders(peers: Sequence[Peer], cell: Cell, tensors: tuple[torch.Tensor, ...]) -> list[Contender]:
-    """tensors: q, k, v, and dout for a backward cell."""
+def build_contenders(peers: Sequence[Peer], cell: Cell, tensors: tuple[torch.Tensor, ...]) -> list[Contender]:
+    """One a peer, with its call or the reason why it has none. tensors: q, k, v, and dout for a backward cell."""
     contenders = []
     for peer in peers:
         contender = Contender(peer.name, lambda: None, error=peer.unavailable)
@@ -98,7 +98,7 @@ def time_forward(
     for index, cell in enumerate(cells):
         faulthandler.dump_traceback_later(CELL_SECONDS, exit=True)
         tensors = inputs(cell, seed + index)
-        contenders = _contenders(peers, cell, tensors)
+        contenders = build_contenders(peers, cell, tensors)
         for contender in contenders:
             if contender.name == OURS and contender.error is None:
                 try:
@@ -140,7 +140,7 @@ def time_backward(
         taking_part = list(peers)
         if cell == DETERMINISTIC_CELL and any(peer.name == OURS for peer in peers):
             taking_part.append(load_deterministic())
-        contenders = _contenders(taking_part, cell, tensors)
+        contenders = build_contenders(taking_part, cell, tensors)
         for contender in contenders:
             if contender.name in (OURS, DETERMINISTIC) and contender.error is None:
                 _check_gradients(contender, cell, tensors)
@@ -175,7 +175,7 @@ def time_host(peers: Sequence[Peer], rounds: int = 5, seed: int = 0) -> list[Row
         cell = Cell("bf16", 128, 128, causal, 1, 16, 16, 512, 512)
         tensors = inputs(cell, seed)
         # SDPA as users call it: backend selection belongs to its cost, a context manager around it would not.
-        contenders = _contenders([p for p in peers if p.name not in ("cudnn", "sdpa")], cell, tensors)
+        contenders = build_contenders([p for p in peers if p.name not in ("cudnn", "sdpa")], cell, tensors)
         qt, kt, vt = (t.transpose(1, 2) for t in tensors)
         contenders.append(
             Contender("sdpa", lambda a=qt, b=kt, c=vt, m=causal: scaled_dot_product_attention(a, b, c, is_causal=m))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Markdown tables of the generated pages. Standard library only. Before it: tables.py, tables_fp8.py."""
+"""Markdown tables of the generated pages. Standard library only. Before it: tables.py and the other tables_*.py."""
 
 from __future__ import annotations
 

@@ -23,6 +23,13 @@ def sampled_rows(seqlen: int, count: int = CHECKED_ROWS, device: str = "cuda") -
     return torch.tensor(sorted(rows), device=device, dtype=torch.long)
 
 
+def _hidden(diagonal: torch.Tensor, seqlen_k: int, causal: bool, left: int) -> torch.Tensor:
+    """bool (rows, seqlen_k): which keys a row does not see. diagonal: the key under each row's own position."""
+    keys = torch.arange(seqlen_k, device=diagonal.device)[None, :]
+    right = keys > diagonal[:, None] if causal else torch.zeros_like(keys, dtype=torch.bool)
+    return right | (keys < diagonal[:, None] - left) if left >= 0 else right
+
+
 def attend_rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -32,12 +39,14 @@ def attend_rows(
     causal: bool,
     dtype: torch.dtype = torch.float64,
     softmax_scale: float | None = None,
+    left: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Materialised attention of chosen rows of one head, computed in `dtype`, bottom-right causal.
 
     Args:
         q: (rows, head_dim), already gathered. k: (seqlen_k, head_dim). v: (seqlen_k, head_dim_v).
         rows: the position of each row of q in its sequence of seqlen_q queries.
+        left: keys before its own that a query sees, -1: all.
 
     Returns:
         out (rows, head_dim_v) and lse (rows); a row that sees no key gives 0 and -inf.
@@ -45,9 +54,7 @@ def attend_rows(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = q.size(1) ** -0.5 if softmax_scale is None else softmax_scale
     scores = q @ k.T * scale
-    if causal:
-        keys = torch.arange(k.size(0), device=k.device)
-        scores = scores.masked_fill(keys[None, :] > (rows[:, None] + k.size(0) - seqlen_q), -math.inf)
+    scores = scores.masked_fill(_hidden(rows + k.size(0) - seqlen_q, k.size(0), causal, left), -math.inf)
     lse = scores.logsumexp(-1)
     return torch.nan_to_num(scores.softmax(-1), nan=0.0) @ v, lse
 
@@ -78,6 +85,7 @@ def head_gradients(
     causal: bool,
     dtype: torch.dtype,
     softmax_scale: float | None = None,
+    left: int = -1,
 ) -> Tensors:
     """dq, dk and dv of one kv head and the query heads that read it, by autograd through materialised scores in
     `dtype`.
@@ -85,6 +93,7 @@ def head_gradients(
     Args:
         q: (group, seqlen_q, head_dim); k: (seqlen_k, head_dim); v: (seqlen_k, head_dim_v).
         dout: (group, seqlen_q, head_dim_v).
+        left: keys before its own that a query sees, -1: all.
     """
     group, seqlen_q, seqlen_k = q.size(0), q.size(1), k.size(0)
     scale = q.size(2) ** -0.5 if softmax_scale is None else softmax_scale
@@ -92,15 +101,12 @@ def head_gradients(
         leaves = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
         keys, values = (x[None].expand(group, -1, -1) for x in leaves[1:])
         scores = leaves[0] @ keys.transpose(1, 2) * scale
-        if causal:
-            row = torch.arange(seqlen_q, device=q.device)[:, None] + seqlen_k - seqlen_q
-            hidden = torch.arange(seqlen_k, device=q.device)[None, :] > row
-            dead = row < 0
-            # A row that sees nothing would be NaN, and so would its gradients: finite scores, then no weight.
-            scores = scores.masked_fill(hidden & ~dead, -math.inf)
-            weights = scores.softmax(-1).masked_fill(dead, 0.0)
-        else:
-            weights = scores.softmax(-1)
+        diagonal = torch.arange(seqlen_q, device=q.device) + seqlen_k - seqlen_q
+        hidden = _hidden(diagonal, seqlen_k, causal, left)
+        dead = hidden.all(1, keepdim=True)
+        # A row that sees nothing would be NaN, and so would its gradients: finite scores, then no weight.
+        scores = scores.masked_fill(hidden & ~dead, -math.inf)
+        weights = scores.softmax(-1).masked_fill(dead, 0.0)
         dq, dk, dv = torch.autograd.grad(weights @ values, leaves, dout.to(dtype))
     return dq, dk, dv
 
@@ -133,6 +139,7 @@ def gradient_errors(
     dout: torch.Tensor,
     causal: bool,
     softmax_scale: float | None = None,
+    left: int = -1,
 ) -> GradientErrors:
     """Compares the first kv head of the first batch entry and the last of the last, every row of them."""
     group = q.size(2) // k.size(2)
@@ -141,8 +148,8 @@ def gradient_errors(
     for b, h in dict.fromkeys([(0, 0), (q.size(0) - 1, k.size(2) - 1)]):
         heads = slice(h * group, (h + 1) * group)
         one = (q[b, :, heads].transpose(0, 1), k[b, :, h], v[b, :, h], dout[b, :, heads].transpose(0, 1), causal)
-        exact = head_gradients(*one, torch.float64, softmax_scale)
-        plain = head_gradients(*one, q.dtype, softmax_scale)
+        exact = head_gradients(*one, torch.float64, softmax_scale, left)
+        plain = head_gradients(*one, q.dtype, softmax_scale, left)
         mine = (gradients[0][b, :, heads].transpose(0, 1), gradients[1][b, :, h], gradients[2][b, :, h])
         for name, ours, right, yardstick in zip(GRADIENTS, mine, exact, plain, strict=True):
             for errors, value in ((result.error, ours), (result.plain, yardstick)):

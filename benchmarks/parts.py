@@ -11,7 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import accuracy, accuracy_backward, accuracy_fp8, fp8, gpu_tests, harness, large, peers_fp8, tables_fp8
+from benchmarks import (
+    accuracy,
+    accuracy_backward,
+    accuracy_fp8,
+    features,
+    fp8,
+    gpu_tests,
+    harness,
+    large,
+    peers_features,
+    peers_fp8,
+    tables_features,
+    tables_fp8,
+)
 from benchmarks.cells import PRESETS
 from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
@@ -43,6 +56,14 @@ def bench_fp8(rounds: int) -> list[harness.Row]:
     print("\n".join(harness.error_lines(rows)))
     if not any(row["value"] for row in rows):
         raise RuntimeError(f"no contender ran in any cell: {rows[0]['errors']}")
+    return rows
+
+
+def _bench_features(cases: tuple[features.Case, ...], rounds: int) -> list[harness.Row]:
+    rows = features.time_cases(cases, peers_features.load_all, rounds, on_row=_show)
+    print("\n".join(harness.error_lines(rows)))
+    if not any(row["value"] for row in rows):
+        raise RuntimeError(f"no contender ran in any case: {rows[0]['errors']}")
     return rows
 
 
@@ -104,6 +125,8 @@ RUNNERS: dict[str, Callable[[int], Any]] = {
     "bench:bwd": bench_bwd,
     "bench:fp8": bench_fp8,
     "bench:quantize": bench_quantize,
+    "bench:features": lambda rounds: _bench_features(features.FORWARD, rounds),
+    "bench:features_bwd": lambda rounds: _bench_features(features.BACKWARD, rounds),
     "accuracy": lambda rounds: accuracy.measure(rounds) + accuracy_backward.measure(rounds),
     "accuracy:fp8": accuracy_fp8.measure,
     "large": large.measure,
@@ -125,6 +148,7 @@ def summary(record: dict[str, Any]) -> str:
     lines = [harness.table(bench)] if bench else []
     eight = (tables_fp8.speeds(record), tables_fp8.quantiser(record), tables_fp8.accuracy(record))
     lines += [text for text in eight if text]
+    lines += [text for text in (tables_features.speeds(record), *tables_features.summary(record)) if text]
     if "accuracy" in record:
         lines.append(accuracy.table(record["accuracy"]))
         backward = [row for row in record["accuracy"] if row["op"] == "bwd"]

@@ -23,14 +23,18 @@ SCHEMA = 1
 RECORD = digest.ROOT / "benchmarks" / "results" / "h200" / "record.json"
 # In the order in which they run: what a short run must not miss comes first.
 PARTS = (
-    *("bench:host", "bench:fwd", "bench:bwd", "bench:fp8", "bench:quantize"),
+    *("bench:host", "bench:fwd", "bench:bwd", "bench:fp8", "bench:quantize", "bench:features", "bench:features_bwd"),
     *("accuracy", "accuracy:fp8", "large"),
     *gpu_tests.SUITES,
     "sanitizer",
 )
 GROUPS = ("bench", "tests")  # each stands for every part of its own
 RETIRED = ("tests",)  # parts of older records, which nothing measures any more
-OPS = {"fp8": "fwd_fp8"}  # the op of a bench part's rows, where it is not the part's own name
+OPS = {  # the ops of a bench part's rows, where they are not the part's own name
+    "fp8": ("fwd_fp8",),
+    "features": ("fwd_window", "fwd_gqa", "fwd_varlen", "fwd_options"),
+    "features_bwd": ("bwd_window", "bwd_gqa", "bwd_varlen"),
+}
 Record = dict[str, Any]
 
 
@@ -65,24 +69,24 @@ def select(only: str) -> list[str]:
     return [part for part in PARTS if not wanted or part in wanted or part.startswith(groups)]
 
 
-def _op(part: str) -> str:
-    """The op of the rows of a bench part."""
+def _ops(part: str) -> tuple[str, ...]:
+    """The ops of the rows of a bench part."""
     name = part.split(":")[1]
-    return OPS.get(name, name)
+    return OPS.get(name, (name,))
 
 
 def _put(record: Record, part: str, content: Any) -> None:
     """Stores what a part measured: bench rows by their op, everything else under the part's name."""
     if part.startswith("bench:"):
-        op = _op(part)
-        record["bench"] = [row for row in record["bench"] if row["op"] != op] + content
+        ops = _ops(part)
+        record["bench"] = [row for row in record["bench"] if row["op"] not in ops] + content
     else:
         record[part] = content
 
 
 def _get(record: Record, part: str) -> Any:
     if part.startswith("bench:"):
-        return [row for row in record["bench"] if row["op"] == _op(part)]
+        return [row for row in record["bench"] if row["op"] in _ops(part)]
     return record.get(part)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables_fp8
+from benchmarks import tables_features, tables_fp8
 from benchmarks.digest import ROOT
 from benchmarks.markdown import grid
 from benchmarks.record import RECORD, Record, load
@@ -189,7 +189,7 @@ def _summary(record: Record) -> str:
                 f"{title} against the best peer in {len(ratios)} cells: {min(ratios):.2f} to {max(ratios):.2f} times"
                 f" its speed, median {statistics.median(ratios):.2f}, ahead in {sum(r >= 1 for r in ratios)}."
             )
-    return "\n".join(lines + tables_fp8.summary(record)) or NOTHING
+    return "\n".join(lines + tables_features.summary(record) + tables_fp8.summary(record)) or NOTHING
 
 
 def _source(record: Record) -> str:
@@ -212,6 +212,7 @@ BLOCKS: dict[str, Callable[[Record], str]] = {
     "forward-bf16": lambda record: _forward(record, "bf16"),
     "forward-fp16": lambda record: _forward(record, "fp16"),
     "backward": _backward,
+    "features": tables_features.speeds,
     "forward-8bit": tables_fp8.speeds,
     "quantiser": tables_fp8.quantiser,
     "host": _host,

@@ -113,7 +113,7 @@ def explain(
     if fp8 is None:
         reason, is_broken = backends.refusal(q, head_dim, head_dim_v, left, right, *options)
     else:
-        reason, is_broken = hopper_fp8.forward_refusal(q.device, (head_dim, head_dim_v), fp8, left, right, scale)
+        reason, is_broken = hopper_fp8.forward_refusal(q.device, (head_dim, head_dim_v), fp8, scale)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
     problem = (
         f"batch {batch}, {heads} heads on {kv_heads} KV heads, seqlen_q {seqlen_q}, seqlen_k {seqlen_k}, "

@@ -136,13 +136,17 @@ def guarded_results() -> Iterator[None]:
             assert (guard == POISON_BYTE).all(), "wrote outside out or lse"
 
 
+UNBOUNDED = (-1, -1)
+
+
 def attend(
-    qkv: Fp8QKV, causal: bool, scale: float | None = None, sm_margin: int = 0
+    qkv: Fp8QKV, causal: bool, scale: float | None = None, sm_margin: int = 0, window: tuple[int, int] = UNBOUNDED
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel, into poisoned memory between guards."""
     softmax_scale = qkv.head_dim**-0.5 if scale is None else scale
+    left, right = window
     with guarded_results():
-        return hopper_fp8.forward(qkv, softmax_scale, -1, 0 if causal else -1, sm_margin)
+        return hopper_fp8.forward(qkv, softmax_scale, left, 0 if causal else right, sm_margin)
 
 
 def exact(qkv: Fp8QKV, causal: bool, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -158,9 +162,15 @@ def exact(qkv: Fp8QKV, causal: bool, scale: float | None = None) -> tuple[torch.
 
 
 def judge8(
-    qkv: Fp8QKV, out: torch.Tensor, lse: torch.Tensor, causal: bool, scale: float | None = None, with_exact: bool = True
+    qkv: Fp8QKV,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None = None,
+    with_exact: bool = True,
+    window: tuple[int, int] = UNBOUNDED,
 ) -> str | None:
-    """None where a result is right, else what is wrong with it."""
+    """None where a result is right, else what is wrong. with_exact: against float64 too, which has no window."""
     judged.count += 1
     batch, seqlen_q, heads, _ = qkv.q.shape
     assert (out.shape, out.dtype) == ((batch, seqlen_q, heads, qkv.head_dim_v), qkv.dtype)
@@ -168,7 +178,7 @@ def judge8(
     if out.numel() == 0:
         return None
     qk_format = qkv.recipe.qk_format
-    emulated = emulate.attention(qkv, scale, causal, out_dtype=torch.float32)
+    emulated = emulate.attention(qkv, scale, causal, window, out_dtype=torch.float32)
     nothing = torch.zeros((), dtype=torch.float64, device=out.device)
     found = _measure(qkv, out, lse, *emulated, nothing)
     problem = found.problem(OUT_LIMIT[qk_format], ROW_LIMIT, LSE_LIMIT[qk_format])

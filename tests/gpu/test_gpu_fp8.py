@@ -107,6 +107,17 @@ def test_many_tiles_a_cta(dims: tuple[int, int], causal: bool) -> None:
             assert torch.equal(lse_again, lse)
 
 
+@pytest.mark.parametrize("window", [(0, 0), (63, 0), (64, 128), (127, -1), (-1, 5), (300, 300)], ids=str)
+@pytest.mark.parametrize("dims", ROWS, ids=str)
+def test_windows(dims: tuple[int, int], window: tuple[int, int]) -> None:
+    for recipe in ("accurate", "e4m3"):
+        for seqlen_q, seqlen_k in ((333, 333), (500, 200), (100, 777)):
+            case = Case(1, seqlen_q, seqlen_k, recipe=recipe).with_dims(dims)
+            qkv = quantized(case, *draw8(case))
+            problem = judge8(qkv, *attend(qkv, False, window=window), False, with_exact=False, window=window)
+            assert problem is None, f"{case} {window}: {problem}"
+
+
 @MASKS
 @pytest.mark.parametrize("recipe", ["accurate", "e4m3"])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

@@ -43,25 +43,24 @@ def test_the_hopper_backend_says_why_not() -> None:
 
 def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, bf16, recipe = GPU, torch.bfloat16, fh.Fp8Recipe()
-    whole = (-1, 0, 0.1)
+    whole = (0.1,)
     monkeypatch.setattr(hopper, "_capabilities", {gpu: (9, 0), torch.device("cuda", 1): (8, 9)})
     monkeypatch.setattr(hopper, "module", None)
     assert hopper_fp8.forward_refusal(gpu, DIMS, recipe, *whole)[1]
     with pytest.raises(RuntimeError, match=r"did not load: .*; run `python -m flashhopper doctor`"):
-        operators.resolve(gpu, DIMS, recipe, (0.1, -1, 0), "auto")
+        operators.resolve(gpu, DIMS, recipe, 0.1, "auto")
     monkeypatch.setattr(hopper, "module", object())  # a library from before there were 8-bit kernels
     assert hopper_fp8.forward_refusal(gpu, DIMS, recipe, *whole) == ("the compiled library has no 8-bit kernel", False)
     assert hopper_fp8.quantize_refusal(gpu, bf16, DIMS, recipe) == "the compiled library has no 8-bit kernel"
     assert "8.9" in str(hopper_fp8.forward_refusal(torch.device("cuda", 1), DIMS, recipe, *whole))
     monkeypatch.setattr(hopper, "module", FakeModule())
     monkeypatch.setattr(FakeModule, "forward8", None, raising=False)
-    assert operators.resolve(gpu, DIMS, recipe, (0.1, -1, 0), "auto")
+    assert operators.resolve(gpu, DIMS, recipe, 0.1, "auto")
     assert hopper_fp8.quantize_refusal(gpu, bf16, DIMS, recipe) is None
     for change, call, message in (
         ({"two_level": False}, whole, "two_level is False"),
         ({"k_block": 1}, whole, "k_block is 1, v_block is 128, the kernel takes 0 (one scale a head) and 128"),
-        ({}, (3, 0, 0.1), "sliding windows (window_size (3, 0))"),
-        ({}, (-1, 0, 0.0), "softmax_scale is 0.0"),
+        ({}, (0.0,), "softmax_scale is 0.0"),
     ):
         assert message in str(hopper_fp8.forward_refusal(gpu, DIMS, fh.Fp8Recipe(**change), *call)[0])
     for change, dtype, message in (
@@ -154,13 +153,13 @@ def test_one_call_runs_both_kernels(module: Fp8Module) -> None:
     assert module.attended[0][0][0] == module.quantized[0][1][0]  # type: ignore[index]
     fh.flash_attn_func(*inputs(), fp8=fh.Fp8Recipe(k_block=0))  # the torch quantiser, the kernel's attention
     assert (len(module.quantized), len(module.attended)) == (1, 2)
-    fh.flash_attn_func(*inputs(), window_size=(3, 0), fp8=fh.Fp8Recipe())  # emulated
-    assert (len(module.quantized), len(module.attended)) == (2, 2)
+    fh.flash_attn_func(*inputs(), window_size=(3, 0), fp8=fh.Fp8Recipe())
+    assert (len(module.quantized), len(module.attended)) == (2, 3)
     fh.flash_attn_fp8_func(*raw(), scales=1.0)
-    assert len(module.attended) == 3
+    assert len(module.attended) == 4
     with fh.set_backend("tiled"):
         fh.flash_attn_func(*inputs(), fp8=fh.Fp8Recipe())
-    assert (len(module.quantized), len(module.attended)) == (2, 3)
+    assert (len(module.quantized), len(module.attended)) == (2, 4)
     plan = fh.explain(*inputs(), fp8=fh.Fp8Recipe())
     assert (plan.backend, plan.quantizer) == ("hopper", "the Hopper quantiser")
     q, k, v = inputs()

@@ -65,8 +65,6 @@ def forward_refusal(
     device: torch.device,
     dims: tuple[int, int],
     recipe: Fp8Recipe,
-    window_left: int,
-    window_right: int,
     softmax_scale: float,
 ) -> tuple[str | None, bool]:
     """Why the 8-bit attention kernel does not serve a call (None: it does), and whether a broken installation is the
@@ -78,8 +76,6 @@ def forward_refusal(
     elif recipe.k_block not in (0, TILE_KEYS) or recipe.v_block not in (0, TILE_KEYS):
         blocks = f"k_block is {recipe.k_block}, v_block is {recipe.v_block}"
         feature = f"{blocks}, the kernel takes 0 (one scale a head) and {TILE_KEYS}"
-    elif window_left >= 0 or window_right > 0:
-        feature = f"sliding windows (window_size ({window_left}, {window_right})) are not in the Hopper kernels yet"
     elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
         feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"
     feature = feature or _size_refusal(dims)

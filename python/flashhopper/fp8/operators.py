@@ -67,11 +67,8 @@ def run_quantize(q: _Tensor, k: _Tensor, v: _Tensor, recipe: Fp8Recipe, backend:
     return quantize_in_torch(q, k, v, recipe)
 
 
-def resolve(
-    device: torch.device, dims: tuple[int, int], recipe: Fp8Recipe, numbers: tuple[float, int, int], backend: str
-) -> bool:
-    """Whether the 8-bit kernel serves a call (else it is emulated); dims are head_dim and head_dim_v,
-    numbers softmax_scale and the window.
+def resolve(device: torch.device, dims: tuple[int, int], recipe: Fp8Recipe, softmax_scale: float, backend: str) -> bool:
+    """Whether the 8-bit kernel serves a call (else it is emulated); dims are head_dim and head_dim_v.
 
     Raises:
         RuntimeError: "hopper" was asked for and does not serve the call; or "auto" would take it, were its library
@@ -79,8 +76,7 @@ def resolve(
     """
     if backend == "tiled":
         return False
-    softmax_scale, left, right = numbers
-    reason, is_broken = hopper_fp8.forward_refusal(device, dims, recipe, left, right, softmax_scale)
+    reason, is_broken = hopper_fp8.forward_refusal(device, dims, recipe, softmax_scale)
     if reason is None:
         return True
     if backend == "hopper":
@@ -94,8 +90,7 @@ def run_attention(
     qkv: Fp8QKV, softmax_scale: float, window_left: int, window_right: int, sm_margin: int, backend: str
 ) -> tuple[_Tensor, _Tensor]:
     """8-bit attention on the engine that serves it."""
-    dims, numbers = (qkv.head_dim, qkv.head_dim_v), (softmax_scale, window_left, window_right)
-    if resolve(qkv.q.device, dims, qkv.recipe, numbers, backend):
+    if resolve(qkv.q.device, (qkv.head_dim, qkv.head_dim_v), qkv.recipe, softmax_scale, backend):
         return hopper_fp8.forward(qkv, softmax_scale, window_left, window_right, sm_margin)
     return emulate.attention(qkv, softmax_scale, window_size=(window_left, window_right))
 
@@ -114,22 +109,18 @@ def _forward8(*arguments: Any) -> tuple[_Tensor, _Tensor]:
 
 
 def _forward8_fake(*arguments: Any) -> tuple[_Tensor, _Tensor]:
-    q8, (code, head_dim, head_dim_v, dtype, scale, left, right, _, backend) = arguments[0], arguments[9:]
-    _resolve_fake(q8.device, (head_dim, head_dim_v), code, (scale, left, right), backend)
+    q8, (code, head_dim, head_dim_v, dtype, scale, _, _, _, backend) = arguments[0], arguments[9:]
+    _resolve_fake(q8.device, (head_dim, head_dim_v), code, scale, backend)
     batch, seqlen_q, heads, _ = q8.shape
     out = q8.new_empty((batch, seqlen_q, heads, head_dim_v), dtype=dtype)
     return out, q8.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
-def _resolve_fake(
-    device: torch.device, dims: tuple[int, int], code: str, numbers: tuple[float, int, int], backend: str
-) -> None:
+def _resolve_fake(device: torch.device, dims: tuple[int, int], code: str, scale: float, backend: str) -> None:
     """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
     if backend == "hopper" or (backend == "auto" and device.type == "cuda"):
-        scale, left, right = numbers
         head_dim, head_dim_v = dims
-        sizes = (int(head_dim), int(head_dim_v))
-        resolve(device, sizes, Fp8Recipe.parse(code), (float(scale), int(left), int(right)), backend)
+        resolve(device, (int(head_dim), int(head_dim_v)), Fp8Recipe.parse(code), float(scale), backend)
 
 
 def fp8_forward(
@@ -146,8 +137,7 @@ def fp8_forward(
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::fp8_forward on real tensors: quantise and attend."""
     parsed = Fp8Recipe.parse(recipe)
-    dims, window = (q.shape[3], v.shape[3]), (window_left, window_right)
-    resolve(q.device, dims, parsed, (softmax_scale, *window), backend)  # before the work of quantising
+    resolve(q.device, (q.shape[3], v.shape[3]), parsed, softmax_scale, backend)  # before the work of quantising
     qkv = run_quantize(q, k, v, parsed, backend)
     return run_attention(qkv, softmax_scale, window_left, window_right, sm_margin, backend)
 
@@ -156,7 +146,7 @@ def _fp8_forward_fake(
     q: _Tensor, k: _Tensor, v: _Tensor, recipe: str, scale: float, left: int, right: int, *rest: Any
 ) -> tuple[_Tensor, _Tensor]:
     batch, seqlen_q, heads, head_dim, _, _, head_dim_v = checks.dense(q, k, v)
-    _resolve_fake(q.device, (head_dim, head_dim_v), recipe, (scale, left, right), rest[-1])
+    _resolve_fake(q.device, (head_dim, head_dim_v), recipe, scale, rest[-1])
     return q.new_empty((batch, seqlen_q, heads, head_dim_v)), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 

@@ -62,8 +62,9 @@ def test_perplexity_is_that_of_all_logits_at_once(program: ModuleType, model: An
     ids = torch.tensor(PROMPTS["Once upon a time, in a small village by the sea, there lived"])
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        losses = [model(piece[None], labels=piece[None]).loss for piece in ids.split(9)]
-    expected = torch.stack([losses[0] * 8, losses[1] * 6]).sum() / 14
+        pieces = [torch.cat([ids[:1], piece])[None] for piece in ids[1:].split(8)]
+        losses = [model(piece, labels=piece).loss for piece in pieces]
+    expected = (losses[0] * 8 + losses[1] * 7) / 15
     assert program.perplexity(model, ids, 9) == pytest.approx(float(expected.exp()), rel=1e-4)
     with pytest.raises(ValueError, match="must have at least 2"):
         program.perplexity(model, ids[:1], 9)

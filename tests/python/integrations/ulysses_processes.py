@@ -7,7 +7,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-import ulysses  # noqa: E402
+import ulysses
 
 
 def with_deepspeed(*inputs: torch.Tensor, **options: object) -> torch.Tensor:

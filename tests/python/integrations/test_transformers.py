@@ -149,6 +149,17 @@ def test_training(kind: str) -> None:
         torch.testing.assert_close(gradients[1][key], expected, rtol=1e-3, atol=1e-4, msg=key)
 
 
+@pytest.mark.parametrize("side", ["", "left"])
+def test_compiled(side: str) -> None:
+    """With graph breaks at the mask, which is read on the host."""
+    model = make("sliding windows")
+    model.set_attn_implementation(integration.NAME)
+    ids, mask = padded("left") if side else (tokens(3, 13), None)
+    compiled = torch.compile(model, backend="eager")
+    arguments = {} if mask is None else {"attention_mask": mask}
+    torch.testing.assert_close(compiled(ids, **arguments).logits, model(ids, **arguments).logits)
+
+
 def _encoder(name: str, **options: object) -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}

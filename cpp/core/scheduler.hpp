@@ -67,7 +67,7 @@ struct BatchSchedule {
     PackedBlock const block = list[place / dense.heads];
     int const blocks = ceil_div(by_keys ? block.rows.k.rows : block.rows.q.rows, tile);
     int const other = max_of(1, by_keys ? block.rows.q.seqlen : block.rows.k.seqlen);
-    int const section_heads = min_of(dense.heads, max_of(1, section_rows / other) * group);
+    int const section_heads = min_of(dense.heads / group, max_of(1, section_rows / other)) * group;
     TileSchedule const schedule{blocks, dense.heads, dense.heads, section_heads, dense.descending};
     Tile const tile = schedule.at(place - block.first * dense.heads);
     return {{tile.block, tile.head, block.sequence}, block.rows};

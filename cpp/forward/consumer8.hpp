@@ -107,7 +107,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
           warpgroup_wait<decltype(pending)::value>();
           warpgroup_fence_operand(tSrS);
           if (has_mask) this->apply_mask(scores, storage.tile[slot], n);
-          float const factor[kRowsPerThread] = {q_factor[0] * scales.k, q_factor[1] * scales.k};
+          float const factor[kRowsPerThread] = {nonzero(q_factor[0] * scales.k), nonzero(q_factor[1] * scales.k)};
           float raised[kRowsPerThread];
           raised[0] = softmax.raise_max(scores, 0, kZero, factor[0]);
           softmax.exponentiate(scores, 0, kZero, factor[0]);
@@ -207,6 +207,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
     int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
     return args.q_scale[head * args.q_scales + (args.q_block > 0 ? row / args.q_block : 0)] * args.softmax_scale_log2;
   }
+
+  // A factor of 0 would turn scores that the mask made -inf into NaN; NaN stays as it is.
+  FLASHHOPPER_DEVICE static float nonzero(float factor) { return factor == 0.f ? 0x1p-126f : factor; }
 
   // What the accumulators of integer scores start from.
   FLASHHOPPER_DEVICE static void clear_scores(float (&scores)[kScores]) {

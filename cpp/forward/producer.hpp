@@ -21,7 +21,7 @@ class ScaleReader {
     float const v = args.v_scale[head * args.v_scales + min_of(block, args.v_scales - 1)];
     largest_ = fmaxf(largest_, v);
     float const unit = fmaxf(v, largest_ * kLeastUnit);
-    float const change = unit_ == 0.f ? 1.f : unit_ / unit;
+    float const change = unit == 0.f ? 1.f : unit_ / unit;  // 0 at first, when nothing has been added yet
     unit_ = unit;
     return {k, change, unit};
   }

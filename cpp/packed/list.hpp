@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kListThreads) list_blocks_kernel(__grid_consta
     __syncthreads();
     if (has_one) {
       sequences[rank] = {0, base + thread, rows};
-      ends[rank] = min_of(ceil_div(own.rows, args.tile), args.capacity);
+      ends[rank] = min_of(ceil_div(own.rows, args.tile), args.capacity - listed);
     }
     __syncthreads();
     ends[thread] = sum_in_block(ends[thread], thread, args.capacity - listed, of_warps);

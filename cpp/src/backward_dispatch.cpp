@@ -159,6 +159,13 @@ flashhopper_status prepare(flashhopper_backward_params const& params, int num_sm
   FLASHHOPPER_RETURN_IF_ERROR(check_options(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   BackwardConfig const& config = kBackwardConfigs[launch->config_index];
+  // Where warpgroups share columns, the slope of the cap is computed from probabilities of 16 bits.
+  constexpr float kLeastCapByColumns = 1.f;
+  if (config.share == Share::kColumns && p.softcap != 0.f && p.softcap < kLeastCapByColumns) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", p.softcap,
+                     ": the backward for head_dim above 128 takes 0 ", "(none) and ", kLeastCapByColumns,
+                     " or more; the tiled engine takes any");
+  }
   int64_t const m_blocks = query_blocks(p, config), n_blocks = key_blocks(p, config);
   if (std::max(m_blocks, n_blocks) > kMaxTiles / p.heads) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "heads ", p.heads, " x ", std::max(m_blocks, n_blocks),

@@ -17,6 +17,9 @@ BACKENDS = ("auto", "hopper", "tiled")
 MAX_HEAD_DIM = 256
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # as in cpp/src/problem.cpp: products in float32 stay finite and normal
 LEAST_CAP, MOST_CAP = 1e-3, 1e3  # as in cpp/src/problem.cpp: the cap's error stays small
+# Likewise of gradients above head_dim 128, as in cpp/src/backward_dispatch.cpp: their slope of the cap comes from
+# probabilities of 16 bits.
+LEAST_CAP_OF_WIDE_GRADIENTS, MOST_NARROW = 1.0, 128
 
 _requested = "auto"
 # (device index, dtype, head_dim, head_dim_v, is_backward) -> whether the kernels serve them, masks aside. No process
@@ -85,7 +88,7 @@ def resolve(
     """
     if requested == "tiled":
         return False
-    has_softcap = softcap == 0.0 or LEAST_CAP <= softcap <= MOST_CAP
+    has_softcap = softcap == 0.0 or _least_cap(head_dim, head_dim_v, is_backward) <= softcap <= MOST_CAP
     if has_softcap and LEAST_SCALE <= softmax_scale <= MOST_SCALE and _is_served(q, head_dim, head_dim_v, is_backward):
         return True
     reason, must_raise = refusal(
@@ -96,6 +99,10 @@ def resolve(
     if must_raise:
         raise RuntimeError(f'{reason}; run `python -m flashhopper doctor`, or ask for set_backend("tiled") by name')
     return False
+
+
+def _least_cap(head_dim: int, head_dim_v: int, is_backward: bool) -> float:
+    return LEAST_CAP_OF_WIDE_GRADIENTS if is_backward and max(head_dim, head_dim_v) > MOST_NARROW else LEAST_CAP
 
 
 def _is_served(q: torch.Tensor, head_dim: int, head_dim_v: int, is_backward: bool) -> bool:
@@ -123,8 +130,9 @@ def refusal(
     """
     reason, is_broken = _static_refusal(q.device, q.dtype, head_dim, head_dim_v, is_backward)
     feature = None
-    if softcap != 0.0 and not LEAST_CAP <= softcap <= MOST_CAP:
-        feature = f"softcap is {softcap}, the kernels take 0.0 (none) and {LEAST_CAP} to {MOST_CAP}"
+    least_cap = _least_cap(head_dim, head_dim_v, is_backward)
+    if softcap != 0.0 and not least_cap <= softcap <= MOST_CAP:
+        feature = f"softcap is {softcap}, the kernels take 0.0 (none) and {least_cap} to {MOST_CAP}"
     elif not LEAST_SCALE <= softmax_scale <= MOST_SCALE:
         feature = f"softmax_scale is {softmax_scale}, the kernels take {LEAST_SCALE} to {MOST_SCALE}"
     if feature is not None and (reason is None or is_broken):

@@ -249,6 +249,20 @@ def test_raw_tensors_with_scales_of_blocks(recipe: str, causal: bool) -> None:
     assert ones.isfinite().all()  # type: ignore[union-attr]
 
 
+@HEAD_DIMS
+@pytest.mark.parametrize("recipe", ["query blocks", "paper"])
+def test_scales_of_zero(recipe: str, head_dim: int) -> None:
+    """Keys that are all zero, in a masked tile too, and values of zero in the block that comes first."""
+    case = Case(2, 300, 420, 4, 2, head_dim, head_dim, recipe, True)
+    qkv = _without_means(quantized(case, *draw8(case)))
+    k_scale, v_scale = qkv.k_scale.clone(), qkv.v_scale.clone()
+    k_scale[0, 0] = 0
+    v_scale[1, 1, -1] = 0
+    for zeroed in (replace(qkv, k_scale=k_scale), replace(qkv, v_scale=v_scale)):
+        problem = judge8(zeroed, *attend(zeroed, True), True)
+        assert problem is None, problem
+
+
 def test_what_is_refused() -> None:
     """By name, and nothing is attended by other means instead."""
     q, k, v = draw8(Case())

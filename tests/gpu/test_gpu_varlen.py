@@ -196,6 +196,31 @@ def test_a_replayed_graph_takes_the_lengths_of_its_replay(options: Options) -> N
         assert not out.isnan().any()
 
 
+def test_a_graph_keeps_its_workspace() -> None:
+    """Hundreds of tiles and a sink that is converted: nothing made during capture may take the workspace's place."""
+    lengths = [700, 300, 1, 900]
+    batch = draw_packed(12, lengths, lengths, 24, 4, 128)
+    sink = torch.linspace(-9, -1, 24, device="cuda").bfloat16()
+    options = Options(right=0, sink=sink)
+    graph = torch.cuda.CUDAGraph()
+    expected, expected_lse = public(batch, options)
+    dense = [x[None] for x in (batch.q, batch.k, batch.v)]
+    right = flashhopper.flash_attn_func(*dense, causal=True, sink=sink)
+    cu_q, cu_k = batch.cu_q.clone(), batch.cu_k.clone()
+    with torch.cuda.graph(graph):
+        out, lse = flashhopper.flash_attn_varlen_func(
+            *(batch.q, batch.k, batch.v, cu_q, cu_k, 900, 900), causal=True, sink=sink, return_lse=True
+        )
+        whole = flashhopper.flash_attn_func(*dense, causal=True, sink=sink)
+    for _ in range(3):
+        for result in (out, lse, whole):
+            result.fill_(NAN)
+        graph.replay()
+        assert_equal_bits(out, expected)
+        assert_equal_bits(lse, expected_lse)
+        assert_equal_bits(whole, right)
+
+
 def test_many_short_sequences() -> None:
     """More than one round of the list: 70000 sequences of two rows, among as many empty ones."""
     q, k, v = draw(11, 70_000, 2, 2, 2, 1, 64)

@@ -122,7 +122,7 @@ def forward(
     out_row = heads * qkv.head_dim_v
     sizes = (batch, seqlen_q, heads, qkv.head_dim, qkv.seqlen_k, qkv.k.shape[2], qkv.head_dim_v)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    _, workspace, _, _ = hopper.borrow_workspace(index, stream)
+    _held, workspace, *_ = hopper.borrow_workspace(index, stream)  # held until the launch
     hopper.module.forward8(
         _addresses(qkv.q, qkv.k, qkv.v, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.lse_shift, qkv.v_mean),
         (out.data_ptr(), seqlen_q * out_row, out_row, qkv.head_dim_v),

@@ -82,7 +82,8 @@ def _launch(
         with torch.cuda.device(index):
             return _launch(q, k, v, out, lse, sink, packing, sizes, options)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    _, workspace, _, _ = hopper.borrow_workspace(index, stream)
+    # Held until the launch: while a graph is captured nobody else owns it.
+    _held, workspace, *_ = hopper.borrow_workspace(index, stream)
     readable = [hopper.readable(x) for x in (q, k, v, out)]
     logits = None if sink is None else sink.detach().to(torch.float32).contiguous()
     totals, memory = (0, 0), None

@@ -171,6 +171,7 @@ def _walk(
         v_scale, unit_before = keys.v_scale[..., j : j + 1], unit
         largest = torch.maximum(largest, v_scale)
         unit = torch.maximum(v_scale, largest * 2.0**-UNIT_BITS)
+        change = torch.where(unit == 0, 1.0, unit_before / unit)
         tile = _scores(q_block, factor, keys, q_span, span, settings)
         new_max = torch.maximum(row_max, tile.amax(dim=-1, keepdim=True))
         # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights 2^-inf = 0.
@@ -180,7 +181,7 @@ def _walk(
         sums = None if settings.sums_rounded else weights.sum(dim=-1, keepdim=True)
         weights = formats.round_e4m3_(weights)
         row_sum = row_sum * decay + (weights.sum(dim=-1, keepdim=True) if sums is None else sums)
-        total = _add_values(total.mul_(decay * (unit_before / unit)), weights, keys.v[:, slice(*span)], settings)
+        total = _add_values(total.mul_(decay * change), weights, keys.v[:, slice(*span)], settings)
         row_max = new_max
     total *= unit
     return total, row_max, row_sum

@@ -161,8 +161,8 @@ flashhopper_status prepare(flashhopper_backward_params const& params, int num_sm
   BackwardConfig const& config = kBackwardConfigs[launch->config_index];
   // Where warpgroups share columns, the slope of the cap is computed from probabilities of 16 bits.
   constexpr float kLeastCapByColumns = 1.f;
-  if (config.share == Share::kColumns && p.softcap != 0.f && p.softcap < kLeastCapByColumns) {
-    return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", p.softcap,
+  if (config.share == Share::kColumns && params.softcap != 0.f && params.softcap < kLeastCapByColumns) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "softcap is ", params.softcap,
                      ": the backward for head_dim above 128 takes 0 ", "(none) and ", kLeastCapByColumns,
                      " or more; the tiled engine takes any");
   }

@@ -271,7 +271,6 @@ def test_what_is_refused() -> None:
         ({"two_level": False}, {}, "two_level is False"),
         ({"k_block": 1}, {}, "k_block is 1, v_block is 128, the kernel takes 0"),
         ({"v_block": 256}, {}, "k_block is 128, v_block is 256, the kernel takes 0"),
-        ({}, {"window_size": (3, 0)}, "sliding windows"),
         ({}, {"softmax_scale": 0.0}, "softmax_scale is 0.0"),
     ):
         with pytest.raises(RuntimeError, match=message):

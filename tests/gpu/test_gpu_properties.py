@@ -28,7 +28,7 @@ PROPERTY = settings(
 def check(problem: Problem) -> None:
     judged.count += 1
     wrong = verdict(problem, "cuda", poison_free_memory)
-    assert wrong is None, f"{problem}: {wrong}"
+    assert wrong is None, f"{wrong}: {problem}"
 
 
 @pytest.mark.parametrize("part", range(PARTS))

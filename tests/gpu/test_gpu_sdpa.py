@@ -18,7 +18,12 @@ import flashhopper
 from flashhopper import library
 from flashhopper.integrations import sdpa
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    # Some versions of torch warn, once a process, when their registry replaces an operator.
+    pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning"),
+]
 
 
 @pytest.fixture

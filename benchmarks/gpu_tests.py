@@ -124,6 +124,19 @@ def read_log(path: Path, cut_after: int | None = None) -> dict[str, Any]:
     }
 
 
+def total(suites: list[dict[str, Any]]) -> dict[str, Any]:
+    """The suites together, as a reader of the record who does not know them expects it."""
+    counts = {key: sum(suite.get(key, 0) for suite in suites) for key in ("passed", "failed", "skipped", "not_run")}
+    seconds = round(sum(suite.get("seconds", 0.0) for suite in suites), 1)
+    problems = sum(suite.get("problems", 0) for suite in suites)
+    return {
+        **counts,
+        "problems": problems,
+        "seconds": seconds,
+        "failures": [line for suite in suites for line in suite.get("failures", [])],
+    }
+
+
 def line(part: str, counts: dict[str, Any]) -> str:
     """One line for a reader: what ran, what failed, and on how many problems."""
     text = f"{part}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"

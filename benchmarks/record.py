@@ -29,7 +29,7 @@ PARTS = (
     "sanitizer",
 )
 GROUPS = ("bench", "tests")  # each stands for every part of its own
-RETIRED = ("tests",)  # parts of older records, which nothing measures any more
+TOTAL = "tests"  # the sum of the suites, made anew when a record is saved; in older records a part of its own
 OPS = {  # the ops of a bench part's rows, where they are not the part's own name
     "fp8": ("fwd_fp8",),
     "features": ("fwd_window", "fwd_gqa", "fwd_varlen", "fwd_options"),
@@ -42,13 +42,15 @@ def load(path: Path) -> Record:
     record: Record = json.loads(path.read_text())
     if record.get("schema") != SCHEMA:
         raise SystemExit(f"{path}: schema {record.get('schema')}, this program reads {SCHEMA}")
-    for part in RETIRED:
-        record.pop(part, None)
-        record["parts"].pop(part, None)
+    record.pop(TOTAL, None)
+    record["parts"].pop(TOTAL, None)
     return record
 
 
 def save(record: Record, path: Path) -> None:
+    suites = [record[part] for part in gpu_tests.SUITES if part in record]
+    if suites:
+        record = {**record, TOTAL: gpu_tests.total(suites)}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps(record, indent=1) + "\n")

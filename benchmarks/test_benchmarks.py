@@ -116,6 +116,7 @@ def test_merge_takes_the_newest_of_each_part(tmp_path: Path) -> None:
     record.merge(paths[::-1], tmp_path / "out.json")
     merged = json.loads((tmp_path / "out.json").read_text())
     assert (merged["tests:dense"], merged["tests:fp8"]) == ({"passed": 2}, {"passed": 3})
+    assert merged["tests"] | {"passed": 5, "failed": 0, "skipped": 0, "failures": []} == merged["tests"]
     assert merged["bench"] == [{"op": "host", "n": 1}]
     assert merged["date"] == "2026-01-02"
 

@@ -70,7 +70,7 @@ def activate(dispatch_key: str = "CUDA") -> Handle:
     """Replace torch's flash attention operators for this kind of device; torch's registry calls it."""
     replaced: Any = torch.library.Library("aten", "IMPL", dispatch_key)  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered kernel.*")
+        warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verriding a previously registered kernel.*")
         for name, implementation in _OPERATORS.items():
             operator = getattr(torch.ops.aten, name, None)  # older versions of torch lack some
             if operator is not None:

@@ -32,8 +32,10 @@ struct ForwardArgs {
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
   float softmax_scale_log2;  // turns scores, after the cap if there is one, into base 2
   SoftCap softcap;
-  int group;  // heads / kv_heads
-  int wrap;   // coordinate of the tensor maps' last dimension, core/seqlen.hpp
+  int group;    // heads / kv_heads
+  int cluster;  // CTAs that load K and V for one another: 1, or as many as the row of the table says; their tiles are
+                // neighbouring blocks, and a block of the schedule is those of all of them
+  int wrap;     // coordinate of the tensor maps' last dimension, core/seqlen.hpp
   Window window;
   BatchSchedule schedule;
 };
@@ -69,11 +71,38 @@ FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, SequenceTi
   if (row_begin >= tile.rows.q.seqlen) return {0, 0};
   return mask_of(args, tile).visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
 }
-// Those of them that need no test of single elements.
+// Those of all CTAs that share keys with this one. Without a left bound they begin where the tile's begin.
+template <class Traits>
+FLASHHOPPER_DEVICE BlockRange shared_blocks(ForwardArgs const& args, SequenceTile const& tile) {
+  if (Traits::kConfig.cluster == 1 || args.cluster == 1) return visited_blocks<Traits>(args, tile);
+  int const rows = args.cluster * Traits::kTileM;
+  int const row_begin = tile.block / args.cluster * rows;  // exists, for the schedule has no more blocks than that
+  return mask_of(args, tile).visited(row_begin, row_begin + rows, Traits::kTileN);
+}
+// How many of them, the last ones, the tile does not see.
+template <class Traits>
+FLASHHOPPER_DEVICE int foreign_blocks(ForwardArgs const& args, SequenceTile const& tile) {
+  if (Traits::kConfig.cluster == 1 || args.cluster == 1) return 0;
+  return shared_blocks<Traits>(args, tile).size() - visited_blocks<Traits>(args, tile).size();
+}
+
+// The visited blocks that need no test of single elements.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   int const row_begin = tile.block * Traits::kTileM;
   return mask_of(args, tile).unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
 }
+
+// The work tiles as the queue hands them out.
+struct QueryTiles {
+  ForwardArgs const& args;
+  int rank;  // of this CTA in its cluster
+
+  FLASHHOPPER_DEVICE int total() const { return args.schedule.total(); }
+  FLASHHOPPER_DEVICE void put(int place, SequenceTile& tile) const {
+    args.schedule.put(place, tile);
+    tile.block = tile.block * args.cluster + rank;
+  }
+};
 
 }  // namespace flashhopper

@@ -16,6 +16,6 @@ flashhopper_status set_output(flashhopper_tensor const& out, Problem const& p, O
 
 // Plans of a row alone and of a problem. kv_bytes, q_bytes: of one element of K and V, and of Q.
 void describe(ForwardConfig const& config, flashhopper_plan* plan);
-void describe_problem(Problem const& p, ForwardConfig const& config, int grid, flashhopper_plan* plan);
+void describe_problem(Problem const& p, ForwardConfig const& config, int grid, int cluster, flashhopper_plan* plan);
 
 }  // namespace flashhopper

@@ -11,12 +11,17 @@
 
 namespace flashhopper {
 
+FLASHHOPPER_DEVICE ScalePlace scale_place(ForwardArgs const& args, SequenceTile const& tile) {
+  if (args.wrap == 0) return {static_cast<int>(kv_head_of(args, tile)), 0};
+  return {tile.head / args.group, first_packed_chunk(tile.rows.k.begin, tile.batch, kScaleBlock)};
+}
+
 // The scales of one step of a tile after the other.
 class ScaleReader {
  public:
-  FLASHHOPPER_DEVICE StepScales next(Forward8Args const& args, Tile const& tile, int key) {
-    int64_t const head = kv_head_of(args, tile);
-    int const block = key / kScaleBlock;
+  FLASHHOPPER_DEVICE StepScales next(Forward8Args const& args, ScalePlace const& place, int key) {
+    int64_t const head = place.head;
+    int const block = place.first_block + key / kScaleBlock;
     float const k = args.k_scale[head * args.k_scales + min_of(block, args.k_scales - 1)];
     float const v = args.v_scale[head * args.v_scales + min_of(block, args.v_scales - 1)];
     largest_ = fmaxf(largest_, v);
@@ -44,10 +49,12 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     if (v_row < 0) return;
     storage.v_empty[at_v.slot].wait(at_v.phase ^ 1);
     KeyPlace const v = storage.keys[v_tile];
-    if constexpr (Traits::kIs8Bit) {  // V lies transposed
-      tma_load_sequence<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(args.v, storage.v_full[at_v.slot],
-                                                                           L2Hint::kEvictLast, storage.v[at_v.slot],
-                                                                           v.origin, args.wrap, 0, v.kv_head, v_row);
+    if constexpr (Traits::kIs8Bit) {
+      // V lies transposed, zeros behind each sequence: its map needs no bound of a sequence, and never wraps.
+      RowOrigin const channels{0, args.wrap != 0 ? 0 : v.origin.outer};
+      tma_load_sequence<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(
+          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], channels, 0, 0, v.kv_head,
+          storage.scale_places[v_tile].first_block * kScaleBlock + v_row);
     } else {
       tma_load_sequence<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
           args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v.origin, args.wrap, v_row,
@@ -63,6 +70,7 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     SequenceTile const& tile = storage.tile[slot];
     BlockRange const blocks = visited_blocks<Traits>(args, tile);
     storage.keys[slot] = {row_origin(args.wrap != 0, tile.rows.k, tile.batch), tile.head / args.group};
+    if constexpr (Traits::kIs8Bit) storage.scale_places[slot] = scale_place(args, tile);
     int place = -1;
     [[maybe_unused]] ScaleReader scale_reader;
     if (blocks.size() == 0) {
@@ -76,7 +84,7 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
       if (n == blocks.begin) place = source.take();
       if constexpr (Traits::kIs8Bit) {
         // Asked for in front of the wait, which hides their latency.
-        StepScales const scales = scale_reader.next(args, tile, n * Traits::kTileN);
+        StepScales const scales = scale_reader.next(args, storage.scale_places[slot], n * Traits::kTileN);
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
         storage.scales[at_k.slot] = scales;
       } else {

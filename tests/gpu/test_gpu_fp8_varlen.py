@@ -205,14 +205,15 @@ def test_strides() -> None:
     lengths = [100, 0, 333]
     batch = draw(9, lengths, lengths, 4, 4, (64, 64))
     expected = public(batch, "accurate", CAUSAL)
-    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (batch.q, batch.k, batch.v)]
+    layouts = [[x.transpose(0, 1).contiguous().transpose(0, 1) for x in (batch.q, batch.k, batch.v)]]
     for width in (72, 67):
         fused = torch.full((433, 3, 5, width), NAN, dtype=torch.bfloat16, device="cuda")
         fused[:, 0, :4, :64], fused[:, 1, :4, :64], fused[:, 2, :4, :64] = batch.q, batch.k, batch.v
-        for tensors in ([fused[:, i, :4, :64] for i in range(3)], turned):
-            found = public(Packed(*tensors, lengths, lengths), "accurate", CAUSAL)
-            for mine, right in zip(found, expected, strict=True):
-                assert_equal_bits(mine, right)
+        layouts.append([fused[:, i, :4, :64] for i in range(3)])
+    for tensors in layouts:
+        found = public(Packed(*tensors, lengths, lengths), "accurate", CAUSAL)
+        for mine, right in zip(found, expected, strict=True):
+            assert_equal_bits(mine, right)
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]], ids=str)
@@ -224,6 +225,14 @@ def test_batches_without_rows(lengths: list[int]) -> None:
             assert out.shape == (behind, 2, 64)
             assert not out.any()
             assert (lse == -math.inf).all()
+
+
+@MASKS
+@pytest.mark.parametrize("recipe", SERVED)
+def test_batches_without_keys(recipe: str, options: Options) -> None:
+    """Keys, values and their quantised tensors have no memory at all, or none that a sequence owns."""
+    for behind in (0, 5):
+        check(draw(1, [5, 0, 200], [0, 0, 0], 4, 2, (64, 64), behind=behind), recipe, options)
 
 
 def test_offsets_beyond_the_tensors_read_nothing() -> None:

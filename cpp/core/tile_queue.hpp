@@ -13,8 +13,9 @@ namespace flashhopper {
 
 // Where the places of a CTA come from: its first is its block index, later ones the device-wide counter gives.
 struct PlaceCounter {
-  int* counters;              // [0] places counted, [1] CTAs done; zero before and after
-  bool counts_first = false;  // first places come from the counter too: only a CTA that runs then has one
+  static constexpr int rank = 0;  // of a CTA that walks alone
+  int* counters;                  // [0] places counted, [1] CTAs done; zero before and after
+  bool counts_first = false;      // first places come from the counter too: only a CTA that runs then has one
 
   FLASHHOPPER_DEVICE int first() const { return counts_first ? take() : static_cast<int>(blockIdx.x); }
   // Asks for a place; settle() returns it, when the caller has no other work to do.

@@ -111,7 +111,8 @@ class FakeModule:
     def forward_plan(
         self, sizes: Sequence[int], dtype: int, sm_margin: int, num_sms: int, totals: tuple[int, int] = (0, 0)
     ) -> dict[str, object]:
-        self.plan_arguments = (sizes, dtype, sm_margin, num_sms)
+        packed = () if totals == (0, 0) else (totals,)
+        self.plan_arguments = (sizes, dtype, sm_margin, num_sms, *packed)
         return self._plan("fwd", "forward", self.rows, sizes)
 
     def backward_plan(

@@ -18,6 +18,7 @@ from ..fp8.quantize import Fp8QKV
 from ..fp8.recipe import TILE_KEYS, Fp8Recipe
 from . import hopper, hopper_quantize
 
+PACKED_REFUSAL = "packed sequences are not in the Hopper kernels yet"
 NO_KERNEL = "the compiled library has no 8-bit kernel"
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # of the softmax, as in backends.py
 

@@ -191,9 +191,7 @@ def _fp8_varlen_forward_fake(q: _Tensor, k: _Tensor, v: _Tensor, recipe: str, *r
 
 
 def _refuse_packed() -> NoReturn:
-    raise RuntimeError(
-        'backend "hopper" cannot serve this 8-bit call: packed sequences are not in the Hopper kernels yet'
-    )
+    raise RuntimeError(f'backend "hopper" cannot serve this 8-bit call: {hopper_fp8.PACKED_REFUSAL}')
 
 
 for _name, _implementation, _fake in (

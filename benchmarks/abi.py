@@ -82,6 +82,7 @@ class Plan(Structure):
         *[(name, c_int64) for name in ("smem_bytes", "grid", "tiles", "workspace_bytes")],
         ("flops", c_double),
         ("bytes", c_double),
+        ("cluster", c_int32),
     ]
 
     def as_dict(self) -> dict[str, Any]:

@@ -32,20 +32,25 @@ struct ForwardArgs {
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
   float softmax_scale_log2;  // turns scores, after the cap if there is one, into base 2
   SoftCap softcap;
-  int group;  // heads / kv_heads
-  int wrap;   // coordinate of the tensor maps' last dimension, core/seqlen.hpp
+  int group;    // heads / kv_heads
+  int cluster;  // CTAs that load K and V for one another: 1, or as many as the row of the table says; their tiles are
+                // neighbouring blocks, and a block of the schedule is those of all of them
+  int wrap;     // coordinate of the tensor maps' last dimension, core/seqlen.hpp
   Window window;
   BatchSchedule schedule;
 };
 
-// What 8-bit operands bring along. Element = data * scale; a block of 0 rows means one scale for the whole head.
+// What 8-bit operands bring along. Element = data * scale. In a packed batch all of it but v_mean is without the batch
+// dimension, the scales of a sequence beginning at first_packed_chunk().
 struct Forward8Args : ForwardArgs {
-  float const* q_scale;    // (batch, heads, ceil(seqlen_q / q_block))
+  float const* q_scale;    // (batch, heads, scales of one head)
   float const* k_scale;    // (batch, kv_heads, k_scales): of each block of kScaleBlock keys, or one for all
   float const* v_scale;    // likewise
-  float const* lse_shift;  // (batch, heads, seqlen_q), times softmax_scale is added to lse; or null
+  float const* lse_shift;  // as lse, times softmax_scale is added to it; or null
   float const* v_mean;     // (batch, kv_heads, head_dim_v), added to each row that sees a key; or null
-  int q_block, q_scales;   // rows of one scale, scales of one head
+  int q_block;             // rows of one scale
+  int64_t q_scale_batch,
+      q_scale_head;        // strides; packed, q_scale_batch steps over the chunk that sequences do not share
   int k_scales, v_scales;  // of one head
   int v_mean_columns;      // of one head
   float softmax_scale;
@@ -69,11 +74,39 @@ FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, SequenceTi
   if (row_begin >= tile.rows.q.seqlen) return {0, 0};
   return mask_of(args, tile).visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
 }
-// Those of them that need no test of single elements.
+// Those of all CTAs that share keys with this one. Without a left bound they begin where the tile's begin.
+template <class Traits>
+FLASHHOPPER_DEVICE BlockRange shared_blocks(ForwardArgs const& args, SequenceTile const& tile) {
+  if (Traits::kConfig.cluster == 1 || args.cluster == 1) return visited_blocks<Traits>(args, tile);
+  int const rows = args.cluster * Traits::kTileM;
+  int const row_begin = tile.block / args.cluster * rows;  // exists, for the schedule has no more blocks than that
+  return mask_of(args, tile).visited(row_begin, row_begin + rows, Traits::kTileN);
+}
+// How many of them, the last ones, the tile does not see.
+template <class Traits>
+FLASHHOPPER_DEVICE int foreign_blocks(ForwardArgs const& args, SequenceTile const& tile) {
+  if (Traits::kConfig.cluster == 1 || args.cluster == 1) return 0;
+  return shared_blocks<Traits>(args, tile).size() - visited_blocks<Traits>(args, tile).size();
+}
+
+// The visited blocks that need no test of single elements.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   int const row_begin = tile.block * Traits::kTileM;
   return mask_of(args, tile).unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
 }
+
+// The work tiles as the queue hands them out.
+template <class Traits>
+struct QueryTiles {
+  ForwardArgs const& args;
+  int rank;  // of this CTA in its cluster
+
+  FLASHHOPPER_DEVICE int total() const { return args.schedule.total(); }
+  FLASHHOPPER_DEVICE void put(int place, SequenceTile& tile) const {
+    args.schedule.put(place, tile);
+    if constexpr (Traits::kConfig.cluster > 1) tile.block = tile.block * args.cluster + rank;
+  }
+};
 
 }  // namespace flashhopper

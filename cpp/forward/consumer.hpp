@@ -15,6 +15,10 @@ struct ForwardConsumer {
   using Args = typename Traits::Args;
   static constexpr int kScores = Traits::kTileN / 2;      // floats of S in one thread
   static constexpr int kOutputs = Traits::kHeadDimV / 2;  // floats of O in one thread
+  static constexpr bool kShares = Traits::kConfig.cluster > 1;
+  // Keys are passed on while the tile before still holds values: no more blocks than the ring has slots, or values
+  // would block the way of the keys.
+  static_assert(!kShares || Traits::kTileM <= Traits::kStages * Traits::kTileN);
 
   Args const& args;
   ForwardStorage<Traits>& storage;
@@ -41,10 +45,20 @@ struct ForwardConsumer {
     named_barrier_arrive<2 * kWarpgroupThreads>(kTurnOfWarpgroup + next);
   }
 
-  // One arrival a warp: its wgmma reads of the slot are over.
+  // One arrival a warp: its wgmma reads of the queries are over.
+  FLASHHOPPER_DEVICE void release_queries() {
+    if (lane == 0) storage.q_empty[warpgroup][at_q.slot].arrive();
+    at_q.advance();
+  }
+
+  // The same of a slot of keys or values, at every CTA that shares them. offset: as of Barrier::arrive.
   template <class Ring>
-  FLASHHOPPER_DEVICE void release(Barrier* empty, Ring& ring) {
-    if (lane == 0) empty[ring.slot].arrive();
+  FLASHHOPPER_DEVICE void release(Barrier* empty, Ring& ring, uint32_t offset = 0) {
+    if constexpr (kShares) {
+      if (lane < args.cluster) empty[ring.slot].arrive_at(lane, offset);
+    } else {
+      if (lane == 0) empty[ring.slot].arrive(offset);
+    }
     ring.advance();
   }
 
@@ -52,10 +66,29 @@ struct ForwardConsumer {
   // know.
   template <class Ring>
   FLASHHOPPER_DEVICE void release_after(Barrier* empty, Ring& ring, float value) {
-    uint32_t const zero =
-        __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3);
-    if (lane == 0) empty[ring.slot].arrive(zero);
-    ring.advance();
+    release(empty, ring,
+            __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3));
+  }
+
+  // Blocks of keys or values that the tile does not see, and other CTAs do: passed on unread.
+  template <class Ring>
+  FLASHHOPPER_DEVICE void pass_on(Barrier* full, Barrier* empty, Ring& ring, int count) {
+    if constexpr (!kShares) return;
+    for (; count > 0; --count) {
+      full[ring.slot].wait(ring.phase);
+      release(empty, ring);
+    }
+  }
+  // All blocks of a tile that sees none, in the order in which they come.
+  FLASHHOPPER_DEVICE void pass_on_all(int count) {
+    if constexpr (!kShares) return;
+    auto at = at_k;  // nothing is in flight: values stand where keys stand
+    for (int i = 0; i < count; ++i) {
+      pass_on(storage.k_full, storage.k_empty, at_k, 1);
+      if (i > 0) pass_on(storage.v_full, storage.v_empty, at, 1);
+    }
+    if (count > 0) pass_on(storage.v_full, storage.v_empty, at, 1);
+    at_v = at;
   }
 
   // Scores of key block n outside the mask become -inf.
@@ -83,12 +116,13 @@ struct ForwardConsumer {
 
   // The slot of the next tile that has keys, negative after the last; those that have none are finished on the way. For
   // a warp that holds no slot: the queue has few, and behind so many tiles without keys it would wait for its own.
-  FLASHHOPPER_DEVICE int next_tile(TileReader<ForwardStorage<Traits>>& reader) const {
+  FLASHHOPPER_DEVICE int next_tile(TileReader<ForwardStorage<Traits>>& reader) {
     while (true) {
       int const slot = reader.await();
       SequenceTile const& tile = storage.tile[slot];
       if (tile.block < 0) return -1;
       if (visited_blocks<Traits>(args, tile).size() > 0) return slot;
+      pass_on_all(foreign_blocks<Traits>(args, tile));
       StoredRows const rows{0, tile.rows.q.seqlen};
       store_nothing_seen<Traits::kHeadDimV>(args, tile, rows, sink_of(args, tile), first_row(tile), lane);
       store_unused<Traits::kHeadDimV>(args, tile, first_row(tile), lane);

@@ -164,7 +164,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
             finish_scores(Int<1>{}, [] { warpgroup_wait<0>(); }, finish_pv);
           }
-          this->release(storage.q_empty[warpgroup], at_q);
+          this->release_queries();
           storage.v_full[at_v.slot].wait(at_v.phase);
           issue_pv(at_v.slot, Int<0>{});
           slot = this->next_tile_early(reader);
@@ -182,7 +182,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
           }
           this->pass_turn();
-          this->release(storage.q_empty[warpgroup], at_q);
+          this->release_queries();
           slot = -1;
         }
 
@@ -204,8 +204,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
   // What turns a raw score of this row into base 2, apart from the key block's scale.
   FLASHHOPPER_DEVICE float query_factor(SequenceTile const& tile, int row) const {
     row = min_of(row, tile.rows.q.seqlen - 1);
-    int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
-    return args.q_scale[head * args.q_scales + (args.q_block > 0 ? row / args.q_block : 0)] * args.softmax_scale_log2;
+    float const* const scale = args.q_scale + tile.batch * args.q_scale_batch + tile.head * args.q_scale_head;
+    return scale[tile.rows.q.begin / args.q_block + row / args.q_block] * args.softmax_scale_log2;
   }
 
   // A factor of 0 would turn scores that the mask made -inf into NaN; NaN stays as it is.
@@ -241,11 +241,12 @@ struct Consumer8 : ForwardConsumer<Traits> {
                                       float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
     int const first_row = this->first_row(tile);
     if (args.lse_shift != nullptr) {
-      int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
+      float const* const shift =
+          args.lse_shift + tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
       FLASHHOPPER_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) {
         int const row = min_of(first_row + 8 * r, tile.rows.q.seqlen - 1);
-        lse[r] += args.softmax_scale * args.lse_shift[head * tile.rows.q.seqlen + row];
+        lse[r] += args.softmax_scale * shift[row];
       }
     }
     store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
@@ -270,6 +271,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     } else {
       store_output<element::fp16>(args, tile, outputs, first_row, lane);
     }
+    store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
   }
 };
 

@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/heuristics.hpp"
+
 namespace flashhopper {
 namespace {
 
-BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config) {
+// cluster: CTAs whose tiles are one block of the schedule.
+BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, int cluster) {
   Window const window = p.window();
   bool const uneven = window.left >= 0 || window.right >= 0;
   int const row_bytes = (config.head_dim + config.head_dim_v) * config.element_bytes;
@@ -22,8 +25,8 @@ BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config) {
     return schedule;
   }
   int const seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-  schedule.dense = make_tile_schedule(ceil_div(seqlen_q, config.tile_m), static_cast<int>(p.batch), heads, kv_heads,
-                                      p.seqlen_k * row_bytes, uneven, uneven);
+  schedule.dense = make_tile_schedule(ceil_div(seqlen_q, config.tile_m * cluster), static_cast<int>(p.batch), heads,
+                                      kv_heads, p.seqlen_k * row_bytes, uneven, uneven);
   schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
   return schedule;
 }
@@ -45,12 +48,16 @@ flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, 
   }
   args->window = p.window();
   args->wrap = wrap_of(p.is_packed);
-  args->schedule = make_schedule(p, config);
   args->softmax_scale_log2 = p.softmax_scale * kLog2e;
   args->group = static_cast<int>(p.heads / p.kv_heads);
   args->lse.batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
   args->lse.head_stride = p.is_packed ? p.total_q : p.seqlen_q;
-  *grid = static_cast<int>(std::min<int64_t>(m_blocks * p.heads, num_sms - p.sm_margin));
+  int64_t const blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
+  int const sms = num_sms - p.sm_margin;
+  args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, blocks);
+  args->schedule = make_schedule(p, config, args->cluster);
+  int64_t const most = p.is_packed ? m_blocks * p.heads : int64_t{args->schedule.dense.total()} * args->cluster;
+  *grid = static_cast<int>(std::min<int64_t>(most, sms / args->cluster * args->cluster));
   return FLASHHOPPER_OK;
 }
 
@@ -77,6 +84,7 @@ void describe(ForwardConfig const& config, flashhopper_plan* plan) {
   plan->stages = config.stages;
   plan->q_stages = config.q_stages;
   plan->consumer_warpgroups = consumer_warpgroups(config);
+  plan->cluster = config.cluster;
   plan->threads = threads(config);
   plan->producer_registers = producer_registers(config);
   plan->consumer_registers = consumer_registers(config);
@@ -84,9 +92,10 @@ void describe(ForwardConfig const& config, flashhopper_plan* plan) {
   plan->workspace_bytes = flashhopper_workspace_bytes();
 }
 
-void describe_problem(Problem const& p, ForwardConfig const& config, int grid, flashhopper_plan* plan) {
+void describe_problem(Problem const& p, ForwardConfig const& config, int grid, int cluster, flashhopper_plan* plan) {
   describe(config, plan);
   plan->grid = grid;
+  plan->cluster = cluster;
   plan->tiles = query_blocks(p, config) * p.heads;
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
   double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);

@@ -16,7 +16,7 @@ from .engine.mask import Mask
 from .engine.tiled import Packing
 from .fp8 import Fp8Recipe
 from .fp8 import attention as fp8_attention
-from .plan_engines import Call, Plan, fp8_plan, hopper_plan, notes, tiled_plan
+from .plan_engines import Call, Plan, hopper_plan, notes, quantizer_text, tiled_plan
 
 __all__ = ["Plan", "explain"]
 
@@ -106,7 +106,7 @@ def _plan(call: Call, recipe: Fp8Recipe | None) -> Plan:
     if recipe is None:
         reason, is_broken = call.refusal()
     elif call.packing is not None:
-        reason, is_broken = hopper_fp8.PACKED_REFUSAL, False
+        reason, is_broken = hopper_fp8.packed_refusal(q.device, q.dtype, (head_dim, head_dim_v), recipe, call.scale)
     else:
         reason, is_broken = hopper_fp8.forward_refusal(q.device, (head_dim, head_dim_v), recipe, call.scale)
     runs_hopper = requested != "tiled" and (reason is None or requested == "hopper" or is_broken)
@@ -116,7 +116,7 @@ def _plan(call: Call, recipe: Fp8Recipe | None) -> Plan:
     kept = sum(Mask(sq, sk, call.left, call.right).kept() for sq, sk in call.lengths)
     rows = q.shape[:-1].numel()
     elements = q.numel() + k.numel() + v.numel() + rows * head_dim_v
-    common = {
+    common: dict[str, object] = {
         "requested": requested,
         "why": _why(requested, reason, runs_hopper),
         "problem": _problem_text(call),
@@ -126,10 +126,10 @@ def _plan(call: Call, recipe: Fp8Recipe | None) -> Plan:
         "notes": notes(),
     }
     if recipe is not None:
-        return fp8_plan(call, recipe, runs_hopper, runs_hopper and reason is not None, common)
+        common |= {"recipe": str(recipe), "quantizer": quantizer_text(call, recipe, requested, reason)}
     if runs_hopper and reason is None:
-        return hopper_plan(call, common)
-    return tiled_plan(call, "hopper" if runs_hopper else "tiled", common)
+        return hopper_plan(call, recipe, common)
+    return tiled_plan(call, recipe, "hopper" if runs_hopper else "tiled", common)
 
 
 def _why(requested: str, reason: str | None, runs_hopper: bool) -> str:

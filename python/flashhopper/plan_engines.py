@@ -114,35 +114,44 @@ def notes() -> tuple[str, ...]:
     return ()
 
 
-def _hopper_scheduler(call: Call) -> str:
+def quantizer_text(call: Call, recipe: Fp8Recipe, requested: str, reason: str | None) -> str:
+    """What quantises an 8-bit call; reason: why the attention kernel does not serve it."""
+    if requested == "tiled":
+        return "torch ops: asked for by name"
+    if call.packing is None:  # packed sequences take both kernels or neither
+        dims = (call.sizes[3], call.sizes[6])
+        reason = hopper_fp8.quantize_refusal(call.q.device, call.q.dtype, dims, recipe)
+    return "the Hopper quantiser" if reason is None else f"torch ops: {reason}"
+
+
+def _hopper_scheduler(call: Call, cluster: int) -> str:
     """In words, what core/scheduler.hpp does."""
+    takers = "thread blocks" if cluster == 1 else f"clusters of {cluster} thread blocks"
     is_uneven = call.left >= 0 or call.right >= 0
     heads = "as many KV heads at a time as L2 holds, last queries first" if is_uneven else "one KV head at a time"
     if call.packing is None:
-        return f"thread blocks take tiles from a counter; {heads}"
+        return f"{takers} take tiles from a counter; {heads}"
     is_sorted = call.sizes[0] <= _MOST_SORTED_SEQUENCES
     order = "sequences of the longest tiles first" if is_sorted else "sequences in their own order"
-    return f"thread blocks take tiles from a counter, by a list made on the device; {order}, in each {heads}"
+    return f"{takers} take tiles from a counter, by a list made on the device; {order}, in each {heads}"
 
 
-def hopper_plan(call: Call, common: dict[str, object]) -> Plan:
-    """On the kernels, in 16 bits."""
+def hopper_plan(call: Call, recipe: Fp8Recipe | None, common: dict[str, object]) -> Plan:
+    """On the kernels, in 16 bits or with a recipe."""
     sizes, totals = call.sizes, call.totals
     if not call.has_rows:
         # Nothing is launched; what would be is the plan of a single query.
         batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = (max(size, 1) for size in sizes)
         sizes = (batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v)
         common = {**common, "notes": (*notes(), "the problem is empty: nothing is launched")}
-    row = hopper.forward_plan(sizes, call.q.dtype, call.left, call.right, call.sm_margin, call.q.device, totals)
+    launch = (call.q.dtype, call.left, call.right, call.sm_margin, call.q.device)
+    if recipe is None:
+        row = hopper.forward_plan(sizes, *launch, totals)
+    else:
+        row = hopper_fp8.forward_plan(sizes, recipe, *launch, None if call.packing is None else totals[0])
     workspace = hopper.module.workspace_bytes()
-    tensors = {"q": call.q, "k": call.k, "v": call.v}
     if call.packing is not None:
         workspace += hopper.module.packed_workspace_bytes(sizes[0], totals[0])
-        tensors = {name: x[None] for name, x in tensors.items()}
-    copies = [f"{name} ({reason})" for name, x in tensors.items() if (reason := hopper.copy_reason(x)) is not None]
-    for name, x in zip(Packing._fields[:4], call.packing or (), strict=False):
-        if isinstance(x, torch.Tensor) and not x.is_contiguous():
-            copies.append(f"{name} (its stride is not 1)")
     return Plan(
         backend="hopper",
         config=row["config"],
@@ -152,16 +161,32 @@ def hopper_plan(call: Call, common: dict[str, object]) -> Plan:
         head_dim_v=row["head_dim_v"],
         grid=row["grid"],
         tiles=row["tiles"],
-        scheduler=_hopper_scheduler(call),
+        scheduler=_hopper_scheduler(call, row["cluster"]),
         splits=1,
         threads=row["threads"],
         stages=row["stages"],
         smem_bytes=row["smem_bytes"],
         workspace_bytes=workspace,
-        copies=tuple(copies),
+        copies=_copies(call, recipe),
         is_bound=call.packing is not None,
         **common,  # type: ignore[arg-type]
     )
+
+
+def _copies(call: Call, recipe: Fp8Recipe | None) -> tuple[str, ...]:
+    """What the engine copies before a launch, and why; the quantiser copies only what is not contiguous in the last
+    dimension.
+    """
+    tensors = {"q": call.q, "k": call.k, "v": call.v}
+    if recipe is not None:
+        tensors = {name: x for name, x in tensors.items() if x.stride(-1) != 1 and x.size(-1) > 1}
+    if call.packing is not None:
+        tensors = {name: x[None] for name, x in tensors.items()}
+    copies = [f"{name} ({reason})" for name, x in tensors.items() if (reason := hopper.copy_reason(x)) is not None]
+    for name, x in zip(Packing._fields[:4], call.packing or (), strict=False):
+        if isinstance(x, torch.Tensor) and not x.is_contiguous():
+            copies.append(f"{name} (its stride is not 1)")
+    return tuple(copies)
 
 
 def _tiled_steps(call: Call, most_keys: int | None = None) -> tuple[tiles.Blocks, int]:
@@ -187,48 +212,24 @@ def _tiled_scheduler(call: Call) -> str:
     return "sequence after sequence, their lengths read on the host; in each, block after block of heads and queries"
 
 
-def fp8_plan(call: Call, recipe: Fp8Recipe, runs_hopper: bool, is_refused: bool, common: dict[str, object]) -> Plan:
-    """With a recipe, on either engine; is_refused: the call would raise."""
-    columns, columns_v = formats.computed_head_dims(call.sizes[3], call.sizes[6])
-    blocks, count = _tiled_steps(call, TILE_KEYS)
-    reason = "asked for by name" if common["requested"] == "tiled" else None
-    reason = reason or (hopper_fp8.PACKED_REFUSAL if call.packing is not None else None)
-    reason = reason or hopper_fp8.quantize_refusal(call.q.device, call.q.dtype, (call.sizes[3], call.sizes[6]), recipe)
-    config = "8-bit kernel" if runs_hopper else "8-bit attention emulated in torch ops, last keys first"
-    scheduler = _hopper_scheduler(call) if runs_hopper else _tiled_scheduler(call)
-    return Plan(
-        backend="hopper" if runs_hopper else "tiled",
-        config="none" if is_refused else config,
-        tile_m=blocks.q,
-        tile_n=TILE_KEYS,
-        head_dim=columns,
-        head_dim_v=columns_v,
-        grid=0,
-        tiles=count,
-        scheduler="none" if is_refused else scheduler,
-        splits=1,
-        threads=0,
-        stages=0,
-        smem_bytes=0,
-        workspace_bytes=0,
-        recipe=str(recipe),
-        quantizer="the Hopper quantiser" if reason is None else f"torch ops: {reason}",
-        **common,  # type: ignore[arg-type]
-    )
-
-
-def tiled_plan(call: Call, backend: str, common: dict[str, object]) -> Plan:
+def tiled_plan(call: Call, recipe: Fp8Recipe | None, backend: str, common: dict[str, object]) -> Plan:
     """On the tiled engine; of backend "hopper", a call that would raise."""
-    blocks, count = _tiled_steps(call)
+    dims, most_keys = (call.sizes[3], call.sizes[6]), None
+    if recipe is not None:
+        dims, most_keys = formats.computed_head_dims(*dims), TILE_KEYS
+    blocks, count = _tiled_steps(call, most_keys)
     operands = str(tiles.operand_dtype(call.q.dtype, call.q.device)).removeprefix("torch.")
     heads = f"{blocks.heads} KV head(s) of the {'batch' if call.packing is None else 'sequence'} at a time"
+    config = f"torch ops, {heads}, {operands} products"
+    if recipe is not None:
+        config = f"8-bit attention emulated in torch ops, {heads}, last keys first"
     return Plan(
         backend=backend,
-        config="none" if backend == "hopper" else f"torch ops, {heads}, {operands} products",
+        config="none" if backend == "hopper" else config,
         tile_m=blocks.q,
-        tile_n=blocks.k,
-        head_dim=call.sizes[3],
-        head_dim_v=call.sizes[6],
+        tile_n=blocks.k if most_keys is None else most_keys,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
         grid=0,
         tiles=count,
         scheduler="none" if backend == "hopper" else _tiled_scheduler(call),

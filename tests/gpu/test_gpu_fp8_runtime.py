@@ -291,8 +291,8 @@ def test_what_is_refused() -> None:
         flashhopper.flash_attn_func(q.float(), k.float(), v.float(), fp8=recipe)
     offsets = torch.tensor([0, 333], dtype=torch.int32, device="cuda")
     packed = [x[0, :333].contiguous() for x in (q, k, v)]
-    with pytest.raises(RuntimeError, match="packed sequences are not in the Hopper kernels yet"):
-        flashhopper.flash_attn_varlen_func(*packed, offsets, offsets, 333, 333, fp8=recipe)
+    with pytest.raises(RuntimeError, match="k_block is 0, the quantiser kernel takes 128"):
+        flashhopper.flash_attn_varlen_func(*packed, offsets, offsets, 333, 333, fp8=replace(recipe, k_block=0))
     with pytest.raises(ValueError, match="q_descale is missing"):
         flashhopper.flash_attn_fp8_func(*(x.to(E4M3) for x in (q, k, v)))
 
@@ -301,6 +301,14 @@ def test_explain_names_the_kernel() -> None:
     q, k, v = draw8(Case())
     plan = flashhopper.explain(q, k, v, fp8=Fp8Recipe())
     assert (plan.backend, plan.quantizer) == ("hopper", "the Hopper quantiser")
+    assert plan.config.startswith("fwd8")
+    assert 0 < plan.grid <= plan.tiles
+    packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 333], dtype=torch.int32, device="cuda"))
+    packed = [x[0, :333].contiguous() for x in (q, k, v)]
+    plan = flashhopper.explain(*packed, **packing, max_seqlen_q=333, max_seqlen_k=333, fp8=Fp8Recipe())
+    assert (plan.backend, plan.quantizer, plan.is_bound) == ("hopper", "the Hopper quantiser", True)
+    assert plan.config.startswith("fwd8")
+    assert 0 < plan.grid <= plan.tiles
 
 
 @pytest.mark.xdist_group("large")

@@ -42,7 +42,8 @@ FORWARD_ADDRESSES = (
 )
 # The parameters of _C.quantize and of _C.transpose_values.
 QUANTIZE_PARAMETERS = (
-    *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "q_block", "stream"),
+    *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "q_block"),
+    *("offsets", "totals", "stream"),
 )
 TRANSPOSE_PARAMETERS = ("v", "v8", "batch", "kv_heads", "seqlen_k", "head_dim_v", "stream")
 BACKWARD_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
@@ -104,7 +105,7 @@ class FakeModule:
     def _row(self, kind: str, head_dim: int, head_dim_v: int) -> dict[str, object]:
         numbers = {"tile_m": 128, "tile_n": 160, "stages": 2, "q_stages": 1, "consumer_warpgroups": 2, "threads": 384}
         registers = {"producer_registers": 24, "consumer_registers": 240, "smem_bytes": 200000}
-        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "flops": 1.0, "bytes": 2.0}
+        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "cluster": 2, "flops": 1.0, "bytes": 2.0}
         config = f"{kind}_hd{head_dim}_m128_n160"
         return {"config": config, "head_dim": head_dim, "head_dim_v": head_dim_v, **numbers, **registers, **work}
 
@@ -139,6 +140,12 @@ class FakeModule:
                 f"(built, up to: {built})"
             )
         return self._row(kind, *min(fitting))
+
+    def forward8_plan(
+        self, sizes: Sequence[int], format: int, dtype: int, sm_margin: int, num_sms: int
+    ) -> dict[str, object]:
+        self.plan_arguments = (sizes, format, dtype, sm_margin, num_sms)
+        return self._plan("fwd8", "8-bit forward", self.rows, sizes)
 
     def backward(self, *arguments: Any) -> None:
         call = self._unpack(BACKWARD_PARAMETERS, BACKWARD_TENSORS, arguments)

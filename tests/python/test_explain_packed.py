@@ -100,18 +100,6 @@ def test_empty_tensors(monkeypatch: pytest.MonkeyPatch, total_q: int, total_k: i
     assert plan.gradients == "hopper, zeros: the problem has no queries or no keys"
 
 
-def test_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    plan = explain(fp8=fh.Fp8Recipe())
-    assert (plan.backend, plan.why) == ("tiled", "packed sequences are not in the Hopper kernels yet")
-    assert plan.quantizer == f"torch ops: {plan.why}"
-    assert plan.gradients.startswith("straight-through; hopper, bwd_hd128")
-    with fh.set_backend("hopper"):
-        plan = explain(fp8=fh.Fp8Recipe())
-        assert (plan.backend, plan.config, plan.scheduler) == ("hopper", "none", "none")
-        assert plan.why == "the call would raise RuntimeError, packed sequences are not in the Hopper kernels yet"
-
-
 def test_without_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     module = install(monkeypatch)
     module.rows = ((64, 64),)

@@ -112,7 +112,8 @@ class FakeModule:
     def forward_plan(
         self, sizes: Sequence[int], dtype: int, sm_margin: int, num_sms: int, totals: tuple[int, int] = (0, 0)
     ) -> dict[str, object]:
-        self.plan_arguments = (sizes, dtype, sm_margin, num_sms)
+        packed = () if totals == (0, 0) else (totals,)
+        self.plan_arguments = (sizes, dtype, sm_margin, num_sms, *packed)
         return self._plan("fwd", "forward", self.rows, sizes)
 
     def backward_plan(
@@ -139,6 +140,12 @@ class FakeModule:
                 f"(built, up to: {built})"
             )
         return self._row(kind, *min(fitting))
+
+    def forward8_plan(
+        self, sizes: Sequence[int], format: int, dtype: int, sm_margin: int, num_sms: int
+    ) -> dict[str, object]:
+        self.plan_arguments = (sizes, format, dtype, sm_margin, num_sms)
+        return self._plan("fwd8", "8-bit forward", self.rows, sizes)
 
     def backward(self, *arguments: Any) -> None:
         call = self._unpack(BACKWARD_PARAMETERS, BACKWARD_TENSORS, arguments)

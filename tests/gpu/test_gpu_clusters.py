@@ -59,6 +59,18 @@ def test_right_bounds_and_caps(dims: tuple[int, int], window: tuple[int, int]) -
         assert (out.double() - exact).abs().max() < 2e-2
 
 
+@DIMS
+def test_places_pass_between_neighbours(dims: tuple[int, int]) -> None:
+    """Hardly any tile has keys, so that nothing but the letters with places couples the two: none may be lost."""
+    q, k, v = draw(17, 4, 4096, 64, 16, 4, *dims)
+    for margin in (0, 1, 0, 32, 0):
+        out, lse = poisoned_forward(q, k, v, True, sm_margin=margin)
+        judged.count += 1
+        assert (out[:, :4032] == 0).all()
+        assert (lse[..., :4032] == -torch.inf).all()
+        assert lse[..., 4032:].isfinite().all()
+
+
 def test_plan() -> None:
     """Which calls have clusters."""
     q, k, v = draw(0, 1, 2048, 2048, 4, 4, 128)

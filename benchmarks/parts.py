@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,16 @@ def _show(row: harness.Row) -> None:
     print(f"{row['op']} {harness.cell_of(row).name}: {values}", flush=True)
 
 
-def bench_fwd(rounds: int) -> list[harness.Row]:
+def bench_fwd(rounds: int, peers: Sequence[str] = NAMES) -> list[harness.Row]:
     cells = PRESETS["issue2"] + PRESETS["head_dims"]
-    rows = harness.time_forward(cells, load_all(list(NAMES)), rounds, on_row=_show)
+    rows = harness.time_forward(cells, load_all(list(peers)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
 
 
-def bench_bwd(rounds: int) -> list[harness.Row]:
+def bench_bwd(rounds: int, peers: Sequence[str] = NAMES) -> list[harness.Row]:
     cells = PRESETS["issue3"] + PRESETS["bwd_head_dims"]
-    rows = harness.time_backward(cells, load_all(list(NAMES)), rounds, on_row=_show)
+    rows = harness.time_backward(cells, load_all(list(peers)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
 
@@ -135,8 +135,11 @@ RUNNERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def run(part: str, rounds: int, tensors: Path | None) -> Any:
-    """What the record keeps of one part; tensors are further real activations, for the one part that takes them."""
+def run(part: str, rounds: int, tensors: Path | None, peers: Sequence[str] = NAMES) -> Any:
+    """What the record keeps of one part; tensors are further real activations, for the one part that takes them, and
+    peers those that the 16-bit speeds are compared with."""
+    if part in ("bench:fwd", "bench:bwd"):
+        return (bench_fwd if part == "bench:fwd" else bench_bwd)(rounds, peers)
     if part == "accuracy:fp8":
         return accuracy_fp8.measure(rounds, tensors)
     return RUNNERS[part](rounds)

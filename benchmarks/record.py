@@ -106,15 +106,16 @@ def runnable(parts: list[str], only: str, gpus: int) -> list[str]:
     return [part for part in parts if part not in missing]
 
 
-def measure(path: Path, only: str, rounds: int, tensors: Path | None = None) -> int:
-    """Runs the parts of `only` one by one and saves after each; a part that fails is kept as failed. tensors: see
-    --tensors.
+def measure(path: Path, only: str, rounds: int, tensors: Path | None = None, peers: str = "") -> int:
+    """Runs the parts of `only` one by one and saves after each; a part that fails is kept as failed. tensors, peers:
+    see the options.
     """
     import torch
 
     from benchmarks import harness  # these need torch
     from benchmarks import parts as runners
 
+    chosen = ["flashhopper", *peers.split(",")] if peers else runners.NAMES
     record = load(path) if path.is_file() else empty()
     files = digest.sources()
     here = digest.digest(files)
@@ -126,7 +127,7 @@ def measure(path: Path, only: str, rounds: int, tensors: Path | None = None) -> 
         entry["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         print(f"== {part}", flush=True)
         try:
-            _put(record, part, runners.run(part, rounds, tensors))
+            _put(record, part, runners.run(part, rounds, tensors, chosen))
         except Exception as error:  # the other parts still run
             entry["error"] = f"{type(error).__name__}: {error}"[:500]
             print(f"{part} FAILED: {entry['error']}", flush=True)
@@ -208,6 +209,7 @@ def main() -> int:
     parser.add_argument(
         "--tensors", type=Path, help="safetensors file of further real activations (NAME.q, .k, .v) for accuracy:fp8"
     )
+    parser.add_argument("--peers", default="", help="comma-separated, of bench:fwd and bench:bwd; all unless given")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the timings")
     parser.add_argument(
         "--check", nargs="?", const=RECORD, type=Path, metavar="FILE", help="freshness, exit code 0 or 1"
@@ -222,7 +224,7 @@ def main() -> int:
         return merge(args.merge, args.out)
     if args.tensors is not None and not args.tensors.is_file():
         parser.error(f"--tensors {args.tensors}: no such file")
-    return measure(args.out, args.only, args.rounds, args.tensors)
+    return measure(args.out, args.only, args.rounds, args.tensors, args.peers)
 
 
 if __name__ == "__main__":

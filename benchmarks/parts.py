@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import (
     accuracy,
@@ -22,12 +21,16 @@ from benchmarks import (
     large,
     peers_features,
     peers_fp8,
+    perplexity,
     tables_features,
     tables_fp8,
 )
 from benchmarks.cells import PRESETS
 from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
+
+if TYPE_CHECKING:
+    from benchmarks.record import Files
 
 TOOL_SECONDS = 100  # for each tool of compute-sanitizer
 
@@ -128,18 +131,22 @@ RUNNERS: dict[str, Callable[[int], Any]] = {
     "bench:features": lambda rounds: _bench_features(features.FORWARD, rounds),
     "bench:features_bwd": lambda rounds: _bench_features(features.BACKWARD, rounds),
     "accuracy": lambda rounds: accuracy.measure(rounds) + accuracy_backward.measure(rounds),
-    "accuracy:fp8": accuracy_fp8.measure,
     "large": large.measure,
     **{part: lambda rounds, part=part: gpu_tests.run(part) for part in gpu_tests.SUITES},  # type: ignore[misc]
     "sanitizer": sanitizer,
 }
 
 
-def run(part: str, rounds: int, tensors: Path | None) -> Any:
-    """What the record keeps of one part; tensors are further real activations, for the one part that takes them."""
-    if part == "accuracy:fp8":
-        return accuracy_fp8.measure(rounds, tensors)
-    return RUNNERS[part](rounds)
+# Parts that read files of the caller's.
+WITH_FILES: dict[str, Callable[[int, Files], Any]] = {
+    "accuracy:fp8": lambda rounds, files: accuracy_fp8.measure(rounds, files.tensors),
+    "perplexity": lambda rounds, files: perplexity.measure(files.gguf, files.ids),
+}
+
+
+def run(part: str, rounds: int, files: Files) -> Any:
+    """What the record keeps of one part."""
+    return WITH_FILES[part](rounds, files) if part in WITH_FILES else RUNNERS[part](rounds)
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -153,6 +160,7 @@ def summary(record: dict[str, Any]) -> str:
         lines.append(accuracy.table(record["accuracy"]))
         backward = [row for row in record["accuracy"] if row["op"] == "bwd"]
         lines += [accuracy_backward.table(backward)] if backward else []
+    lines += [text for text in (perplexity.table(record),) if text]
     if "large" in record:
         lines += [large.line(row) for row in record["large"]]
     for part in gpu_tests.SUITES:

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import (
@@ -30,7 +30,7 @@ from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
 
 if TYPE_CHECKING:
-    from benchmarks.record import Files
+    from benchmarks.record import Given
 
 TOOL_SECONDS = 100  # for each tool of compute-sanitizer
 
@@ -40,16 +40,16 @@ def _show(row: harness.Row) -> None:
     print(f"{row['op']} {harness.cell_of(row).name}: {values}", flush=True)
 
 
-def bench_fwd(rounds: int) -> list[harness.Row]:
+def bench_fwd(rounds: int, peers: Sequence[str] = NAMES) -> list[harness.Row]:
     cells = PRESETS["issue2"] + PRESETS["head_dims"]
-    rows = harness.time_forward(cells, load_all(list(NAMES)), rounds, on_row=_show)
+    rows = harness.time_forward(cells, load_all(list(peers)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
 
 
-def bench_bwd(rounds: int) -> list[harness.Row]:
+def bench_bwd(rounds: int, peers: Sequence[str] = NAMES) -> list[harness.Row]:
     cells = PRESETS["issue3"] + PRESETS["bwd_head_dims"]
-    rows = harness.time_backward(cells, load_all(list(NAMES)), rounds, on_row=_show)
+    rows = harness.time_backward(cells, load_all(list(peers)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
 
@@ -124,8 +124,6 @@ def sanitizer(rounds: int) -> dict[str, str]:
 
 RUNNERS: dict[str, Callable[[int], Any]] = {
     "bench:host": bench_host,
-    "bench:fwd": bench_fwd,
-    "bench:bwd": bench_bwd,
     "bench:fp8": bench_fp8,
     "bench:quantize": bench_quantize,
     "bench:features": lambda rounds: _bench_features(features.FORWARD, rounds),
@@ -137,16 +135,22 @@ RUNNERS: dict[str, Callable[[int], Any]] = {
 }
 
 
-# Parts that read files of the caller's.
-WITH_FILES: dict[str, Callable[[int, Files], Any]] = {
-    "accuracy:fp8": lambda rounds, files: accuracy_fp8.measure(rounds, files.tensors),
-    "perplexity": lambda rounds, files: perplexity.measure(files.gguf, files.ids),
+# Parts that take what the caller gives.
+WITH_GIVEN: dict[str, Callable[[int, Given], Any]] = {
+    "bench:fwd": lambda rounds, given: bench_fwd(rounds, _peers(given)),
+    "bench:bwd": lambda rounds, given: bench_bwd(rounds, _peers(given)),
+    "accuracy:fp8": lambda rounds, given: accuracy_fp8.measure(rounds, given.tensors),
+    "perplexity": lambda rounds, given: perplexity.measure(given.gguf, given.ids),
 }
 
 
-def run(part: str, rounds: int, files: Files) -> Any:
+def _peers(given: Given) -> Sequence[str]:
+    return ["flashhopper", *given.peers] if given.peers else NAMES
+
+
+def run(part: str, rounds: int, given: Given) -> Any:
     """What the record keeps of one part."""
-    return WITH_FILES[part](rounds, files) if part in WITH_FILES else RUNNERS[part](rounds)
+    return WITH_GIVEN[part](rounds, given) if part in WITH_GIVEN else RUNNERS[part](rounds)
 
 
 def summary(record: dict[str, Any]) -> str:

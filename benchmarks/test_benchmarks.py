@@ -132,13 +132,13 @@ def test_parts_are_selected_by_name() -> None:
 
 
 def test_parts_wait_for_the_gpus_and_the_files_they_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts, nothing = ["perplexity", "tests:dense", "tests:two_gpus"], record.Files()
+    parts, nothing = ["perplexity", "tests:dense", "tests:two_gpus"], record.Given()
     assert record.runnable(parts, "", 1, nothing) == ["tests:dense"]
     printed = capsys.readouterr().out
     assert "tests:two_gpus: left as it is, needs 2 GPUs" in printed
     assert "perplexity: left as it is, needs --gguf and --ids" in printed
     assert record.runnable(parts, "perplexity,tests:dense,tests:two_gpus", 1, nothing) == parts
-    assert record.runnable(parts, "", 2, record.Files(gguf=tmp_path, ids=tmp_path)) == parts
+    assert record.runnable(parts, "", 2, record.Given(gguf=tmp_path, ids=tmp_path)) == parts
     assert [path.name for path in gpu_tests.files("tests:two_gpus")] == ["test_gpu_distributed.py"]
 
 

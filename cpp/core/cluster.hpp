@@ -41,10 +41,29 @@ struct Mailbox {
   }
   FLASHHOPPER_DEVICE int receive(uint32_t phase) {
     full.arrive_and_expect(int{sizeof(letter)});
-    full.wait(phase);
-    int const value = *static_cast<int volatile*>(&letter);
-    empty.arrive_at(0);
+    await_letter(phase);
+    int value;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(cute::cast_smem_ptr_to_uint(&letter)) : "memory");
+    // The arrival must not overtake the load, which may stand behind stores of other warps for a long time, or the next
+    // letter would be read in place of this one: it depends on the value, whose sign bit is 0.
+    empty.arrive_at(0, static_cast<uint32_t>(value) >> 31);
     return value;
+  }
+
+ private:
+  // As Barrier::wait, for what another CTA has written, other than by TMA.
+  FLASHHOPPER_DEVICE void await_letter(uint32_t parity) const {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "retry:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+        "@done bra finished;\n"
+        "bra retry;\n"
+        "finished:\n"
+        "}\n" ::"r"(full.address()),
+        "r"(parity)
+        : "memory");
   }
 };
 

@@ -46,6 +46,7 @@ class Plan:
     gradients: str  # where they come from
     copies: tuple[str, ...] = field(default=())  # inputs that are copied first, and why
     notes: tuple[str, ...] = field(default=())
+    cluster: int = 1  # thread blocks that load keys and values for one another
     is_bound: bool = False  # whether `tiles` and `grid` are upper bounds: the kernels read lengths on the device
     recipe: str = ""  # of an 8-bit call, in words
     quantizer: str = ""  # what quantises, and why
@@ -59,7 +60,8 @@ class Plan:
             f"config     {self.config}: tile {shape}, {tiles}, {self.splits} split(s)",
         ]
         if self.backend == "hopper":
-            launch = f"{self.grid} thread blocks of {self.threads} threads, {self.stages} stages"
+            clusters = f", in clusters of {self.cluster} that share keys and values" if self.cluster > 1 else ""
+            launch = f"{self.grid} thread blocks of {self.threads} threads{clusters}, {self.stages} stages"
             lines.append(
                 f"launch     {launch}, {self.smem_bytes} bytes of shared memory, {self.workspace_bytes} of workspace"
             )
@@ -165,6 +167,7 @@ def hopper_plan(call: Call, recipe: Fp8Recipe | None, common: dict[str, object])
         splits=1,
         threads=row["threads"],
         stages=row["stages"],
+        cluster=row["cluster"],
         smem_bytes=row["smem_bytes"],
         workspace_bytes=workspace,
         copies=_copies(call, recipe),

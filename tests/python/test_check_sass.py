@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "check_sass.py"
 NAMES = {
     "forward_kernel": "14forward_kernelINS_13ForwardTraitsILi2EN7cutlass10bfloat16_tEEEEEvNS_11ForwardArgsE",
     "forward8_kernel": "14forward_kernelINS_14Forward8TraitsILi2EN7cutlass12float_e4m3_tEEEEEvNT_4ArgsE",
-    "backward_kernel": "15backward_kernelINS_14BackwardTraitsILi1EN7cutlass6half_tEEEEEvNS_12BackwardArgsE",
+    "backward_kernel": "15backward_kernelINS_14BackwardTraitsILi1EN7cutlass6half_tEEELb0EEEvNS_12BackwardArgsE",
     "preprocess_kernel": "17preprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
     "postprocess_kernel": "18postprocess_kernelIN7cutlass6half_tEEEvNS_12BackwardArgsEii",
     "quantize_rows_kernel": "20quantize_rows_kernelIN7cutlass10bfloat16_tELi64ELb0ELb1EEEvNS_8RowsArgsE",

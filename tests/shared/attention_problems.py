@@ -207,8 +207,8 @@ def _upstream(problem: Problem, inputs: Inputs, dtype: torch.dtype, lse: torch.T
     return [dout, dlse]
 
 
-def _oracle(problem: Problem, inputs: Inputs) -> tuple[Tensors, Tensors, Tensors]:
-    """out and lse in float64, gradients, and how far the rounding of a saved out moves those."""
+def _oracle(problem: Problem, inputs: Inputs, saved: torch.Tensor) -> tuple[Tensors, Tensors, Tensors]:
+    """out and lse in float64, gradients, and how far the error of the out that was saved moves those."""
     leaves = [x.detach().double().requires_grad_() for x in inputs.tensors]
     named = {name: value for name, value in problem.options if name not in ("deterministic", "sm_margin")}
     packing = {
@@ -229,9 +229,9 @@ def _oracle(problem: Problem, inputs: Inputs) -> tuple[Tensors, Tensors, Tensors
     exact = _gradients(loss, wanted)
     if dout is None:
         return results, exact, [torch.zeros_like(x) for x in exact]
-    # delta, the row sum of dout * out, is taken from the rounded out and cancels, up to fp32 noise, against sums of
-    # head_dim_v products: an error of delta is one of lse's gradient.
-    rounding = (dout * (out.detach().to(problem.dtype).double() - out.detach())).sum(-1).transpose(-1, -2)
+    # delta, the row sum of dout * out, is taken from the saved out, which is held to its own bound, and cancels, up to
+    # fp32 noise, against sums of head_dim_v products: an error of delta is one of lse's gradient.
+    rounding = (dout * (saved.double() - out.detach())).sum(-1).transpose(-1, -2)
     noise = inputs.dlse * (2.0**-17 * problem.head_dim_v**0.5)
     shifted = torch.where(sees, lse * (rounding + noise), 0.0).sum()
     return results, exact, _gradients(shifted, wanted)
@@ -306,7 +306,7 @@ def verdict(problem: Problem, device: str, poison: Callable[[], None] = lambda: 
     """None where the engine that serves a problem computes it right, else what is wrong."""
     inputs = Inputs(problem, device)
     (out, lse), found = run(problem, inputs, poison)
-    (exact_out, exact_lse), exact, moved = _oracle(problem, inputs)
+    (exact_out, exact_lse), exact, moved = _oracle(problem, inputs, out)
     assert (out.shape, out.dtype, out.is_contiguous()) == (exact_out.shape, problem.dtype, True)
     is_wide = problem.dtype == torch.float64
     assert (lse.shape, lse.dtype) == (exact_lse.shape, torch.float64 if is_wide else torch.float32)

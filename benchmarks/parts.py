@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import (
     accuracy,
@@ -22,12 +21,16 @@ from benchmarks import (
     large,
     peers_features,
     peers_fp8,
+    perplexity,
     tables_features,
     tables_fp8,
 )
 from benchmarks.cells import PRESETS
 from benchmarks.digest import ROOT
 from benchmarks.peers import NAMES, load_all
+
+if TYPE_CHECKING:
+    from benchmarks.record import Given
 
 TOOL_SECONDS = 100  # for each tool of compute-sanitizer
 
@@ -121,28 +124,33 @@ def sanitizer(rounds: int) -> dict[str, str]:
 
 RUNNERS: dict[str, Callable[[int], Any]] = {
     "bench:host": bench_host,
-    "bench:fwd": bench_fwd,
-    "bench:bwd": bench_bwd,
     "bench:fp8": bench_fp8,
     "bench:quantize": bench_quantize,
     "bench:features": lambda rounds: _bench_features(features.FORWARD, rounds),
     "bench:features_bwd": lambda rounds: _bench_features(features.BACKWARD, rounds),
     "accuracy": lambda rounds: accuracy.measure(rounds) + accuracy_backward.measure(rounds),
-    "accuracy:fp8": accuracy_fp8.measure,
     "large": large.measure,
     **{part: lambda rounds, part=part: gpu_tests.run(part) for part in gpu_tests.SUITES},  # type: ignore[misc]
     "sanitizer": sanitizer,
 }
 
 
-def run(part: str, rounds: int, tensors: Path | None, peers: Sequence[str] = NAMES) -> Any:
-    """What the record keeps of one part; tensors are further real activations, for the one part that takes them, and
-    peers those that the 16-bit speeds are compared with."""
-    if part in ("bench:fwd", "bench:bwd"):
-        return (bench_fwd if part == "bench:fwd" else bench_bwd)(rounds, peers)
-    if part == "accuracy:fp8":
-        return accuracy_fp8.measure(rounds, tensors)
-    return RUNNERS[part](rounds)
+# Parts that take what the caller gives.
+WITH_GIVEN: dict[str, Callable[[int, Given], Any]] = {
+    "bench:fwd": lambda rounds, given: bench_fwd(rounds, _peers(given)),
+    "bench:bwd": lambda rounds, given: bench_bwd(rounds, _peers(given)),
+    "accuracy:fp8": lambda rounds, given: accuracy_fp8.measure(rounds, given.tensors),
+    "perplexity": lambda rounds, given: perplexity.measure(given.gguf, given.ids),
+}
+
+
+def _peers(given: Given) -> Sequence[str]:
+    return ["flashhopper", *given.peers] if given.peers else NAMES
+
+
+def run(part: str, rounds: int, given: Given) -> Any:
+    """What the record keeps of one part."""
+    return WITH_GIVEN[part](rounds, given) if part in WITH_GIVEN else RUNNERS[part](rounds)
 
 
 def summary(record: dict[str, Any]) -> str:
@@ -156,6 +164,7 @@ def summary(record: dict[str, Any]) -> str:
         lines.append(accuracy.table(record["accuracy"]))
         backward = [row for row in record["accuracy"] if row["op"] == "bwd"]
         lines += [accuracy_backward.table(backward)] if backward else []
+    lines += [text for text in (perplexity.table(record),) if text]
     if "large" in record:
         lines += [large.line(row) for row in record["large"]]
     for part in gpu_tests.SUITES:

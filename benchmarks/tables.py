@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import tables_features, tables_fp8
+from benchmarks import perplexity, tables_features, tables_fp8
 from benchmarks.digest import ROOT
 from benchmarks.markdown import grid
 from benchmarks.record import RECORD, Record, load
@@ -219,6 +219,7 @@ BLOCKS: dict[str, Callable[[Record], str]] = {
     "accuracy": _accuracy,
     "gradient-accuracy": _gradient_accuracy,
     "accuracy-8bit": tables_fp8.accuracy,
+    "perplexity": perplexity.table,
     "large": _large,
     "verification": _verification,
     "source": _source,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import digest, gpu_tests, record, suite_log, tables
+from benchmarks import digest, gpu_tests, perplexity, record, suite_log, tables
 from benchmarks.cells import PRESETS, parse_cell, parse_cells
 
 
@@ -131,13 +131,41 @@ def test_parts_are_selected_by_name() -> None:
         record.select("nothing")
 
 
-def test_suites_for_more_gpus_wait_for_them(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = ["tests:dense", "tests:two_gpus"]
-    assert record.runnable(parts, "tests", 1) == ["tests:dense"]
-    assert "tests:two_gpus: left as it is, needs 2 GPUs, here are 1" in capsys.readouterr().out
-    assert record.runnable(parts, "tests:dense,tests:two_gpus", 1) == parts
-    assert record.runnable(parts, "", 2) == parts
+def test_parts_wait_for_the_gpus_and_the_files_they_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts, nothing = ["perplexity", "tests:dense", "tests:two_gpus"], record.Given()
+    assert record.runnable(parts, "", 1, nothing) == ["tests:dense"]
+    printed = capsys.readouterr().out
+    assert "tests:two_gpus: left as it is, needs 2 GPUs" in printed
+    assert "perplexity: left as it is, needs --gguf and --ids" in printed
+    assert record.runnable(parts, "perplexity,tests:dense,tests:two_gpus", 1, nothing) == parts
+    assert record.runnable(parts, "", 2, record.Given(gguf=tmp_path, ids=tmp_path)) == parts
     assert [path.name for path in gpu_tests.files("tests:two_gpus")] == ["test_gpu_distributed.py"]
+
+
+def test_perplexity_is_what_the_example_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write(json.dumps(sys.argv))"
+    )
+    monkeypatch.setattr(perplexity, "PROGRAM", program)
+    given = perplexity.measure(Path("a.gguf"), Path("ids.json"))
+    for name, value in (("--gguf", "a.gguf"), ("--ids", "ids.json"), ("--tokens", "16384"), ("--device", "cuda")):
+        assert given[given.index(name) + 1] == value
+    with pytest.raises(RuntimeError, match="needs --gguf and --ids"):
+        perplexity.measure(None, Path("ids.json"))
+
+
+def test_the_table_of_perplexities() -> None:
+    rows = {"eager": {"perplexity": 20.0}, "flashhopper": {"perplexity": 19.98}, "Fp8Recipe.e4m3()": {"perplexity": 21}}
+    engines = {"flashhopper, full": "hopper: a", "flashhopper, window": "hopper: a"}
+    engines |= {"Fp8Recipe.e4m3(), full": "hopper: a", "Fp8Recipe.e4m3(), window": "tiled: b"}
+    sizes = {"model": "M", "tokens": 16384, "context": 2048, "dtype": "bf16"}
+    text = tables.block({"perplexity": {**sizes, "rows": rows, "engines": engines}}, "perplexity")
+    assert "Perplexity of M, on 16,384 tokens" in text
+    assert "| eager | 20.0000 | +0.000 % | torch |" in text
+    assert "| flashhopper | 19.9800 | -0.100 % | hopper |" in text
+    assert "| Fp8Recipe.e4m3() | 21.0000 | +5.000 % | hopper and tiled |" in text
+    assert tables.block({}, "perplexity") == ""
 
 
 def test_sanitizer_verdicts() -> None:

@@ -14,7 +14,18 @@ import pytest
 import torch
 
 import flashhopper
-from benchmarks import accuracy_fp8, fp8, parts, peers_fp8, quantize_bandwidth, record, sanitize_subset, tables, targets
+from benchmarks import (
+    accuracy_fp8,
+    fp8,
+    parts,
+    peers_fp8,
+    perplexity,
+    quantize_bandwidth,
+    record,
+    sanitize_subset,
+    tables,
+    targets,
+)
 from benchmarks.cells import PRESETS, parse_cell
 from benchmarks.harness import cell_of, table
 from benchmarks.peers import inputs
@@ -313,14 +324,20 @@ def test_record_keeps_8_bit_parts_apart(tmp_path: Path) -> None:
     assert sorted(row["op"] for row in merged["bench"]) == ["fwd", "fwd_fp8", "quantize"]
     assert record.select("accuracy") == ["accuracy"]
     assert record.select("bench:fp8,accuracy:fp8") == ["bench:fp8", "accuracy:fp8"]
-    assert set(parts.RUNNERS) == set(record.PARTS)
+    assert sorted([*parts.RUNNERS, *parts.WITH_GIVEN]) == sorted(record.PARTS)
 
 
-def test_activations_reach_the_part_that_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_given_reaches_the_part_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy_fp8, "measure", lambda rounds, tensors=None: [rounds, tensors])
-    assert parts.run("accuracy:fp8", 3, Path("x")) == [3, Path("x")]
+    given = record.Given(tensors=Path("x"), gguf=Path("y"), ids=Path("z"))
+    assert parts.run("accuracy:fp8", 3, given) == [3, Path("x")]
+    monkeypatch.setattr(perplexity, "measure", lambda gguf, ids: [gguf, ids])
+    assert parts.run("perplexity", 3, given) == [Path("y"), Path("z")]
+    monkeypatch.setattr(parts, "bench_fwd", lambda rounds, peers: list(peers))
+    assert parts.run("bench:fwd", 3, given) == list(parts.NAMES)
+    assert parts.run("bench:fwd", 3, record.Given(peers=("fa3",))) == ["flashhopper", "fa3"]
     monkeypatch.setitem(parts.RUNNERS, "large", lambda rounds: rounds)
-    assert parts.run("large", 3, Path("x")) == 3
+    assert parts.run("large", 3, given) == 3
 
 
 def test_quantiser_rows() -> None:

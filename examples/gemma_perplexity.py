@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from gguf_weights import without_vocabulary
 from rich.console import Console
 from rich.table import Table
 
@@ -45,8 +46,10 @@ def load_model(gguf: Path, device: str, dtype: torch.dtype) -> Any:
     options: dict[str, Any] = {"gguf_file": gguf.name, "dtype": dtype}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep weights in 4 bits where they can
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, **options)
-    return model.to(device).eval()
+    with tempfile.TemporaryDirectory() as directory:
+        weights = without_vocabulary(gguf, Path(directory) / gguf.name)
+        model = transformers.AutoModelForCausalLM.from_pretrained(weights.parent, **options)
+        return model.to(device).eval()
 
 
 def tokenize(gguf: Path, text: str) -> list[int]:

@@ -9,28 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import tiny_models
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-}
-WINDOWS = {"sliding_window": 70, "layer_types": ["sliding_attention", "full_attention"]}
-# One expert: among several, rounding may send a token to another one, and that error has nothing to do with attention.
-EXPERTS = {"num_local_experts": 1, "num_experts_per_tok": 1, "experts_implementation": "eager"}
-MODELS = {
-    "grouped queries": ("Llama", {}),
-    "sliding windows": ("Gemma3Text", WINDOWS | {"query_pre_attn_scalar": 64}),
-    "softcap": ("Gemma2", WINDOWS | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 5.0}),
-    "sinks": ("GptOss", WINDOWS | EXPERTS),
-}
+LENGTHS = (300, 131, 1)
 
 
 @pytest.fixture
@@ -44,27 +27,10 @@ def integration() -> Any:
     return transformers
 
 
-def make(kind: str, dtype: torch.dtype) -> torch.nn.Module:
-    import transformers
-
-    name, options = MODELS[kind]
-    config = getattr(transformers, f"{name}Config")(**(SIZES | options))
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.08)
-    return model.to("cuda", dtype).eval()
-
-
 def batch(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three rows of 300, 131 and 1 tokens; side "" pads none."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    ids = torch.randint(1, 97, (3, 300), device="cuda", generator=generator)
-    mask = torch.ones_like(ids)
-    for row, length in enumerate((300, 131, 1)):
-        mask[row, : 300 - length if side == "left" else 0] = 0
-        mask[row, length if side == "right" else 300 :] = 0
-    return ids * mask, mask
+    torch.manual_seed(0)
+    ids, mask = tiny_models.padded(LENGTHS, side)
+    return ids.cuda(), mask.cuda()
 
 
 def judge(make_rows: Any, kind: str, name: str) -> None:
@@ -75,7 +41,7 @@ def judge(make_rows: Any, kind: str, name: str) -> None:
         ("eager", torch.bfloat16, "eager"),
         ("ours", torch.bfloat16, name),
     ):
-        model = make(kind, dtype)
+        model = tiny_models.make(kind, tiny_models.LARGE).to("cuda", dtype)
         model.set_attn_implementation(attention)
         rows[label] = make_rows(model).float()
     assert rows["ours"].isfinite().all()
@@ -84,7 +50,7 @@ def judge(make_rows: Any, kind: str, name: str) -> None:
     assert 0 < errors["eager"] < 0.2 * float(rows["exact"].norm())
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 @pytest.mark.parametrize("side", ["", "left", "right"])
 def test_logits(kind: str, side: str, integration: Any) -> None:
     ids, mask = batch(side)
@@ -96,7 +62,7 @@ def test_logits(kind: str, side: str, integration: Any) -> None:
     judge(logits, kind, integration.NAME)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_decoding_from_a_cache(kind: str, integration: Any) -> None:
     """The prompt in two parts, then tokens one by one, with rows padded on the left."""
     ids, mask = batch("left")
@@ -117,7 +83,7 @@ def test_decoding_from_a_cache(kind: str, integration: Any) -> None:
     judge(logits, kind, integration.NAME)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_gradients(kind: str, integration: Any) -> None:
     ids, mask = batch("right")
 

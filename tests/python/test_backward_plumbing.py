@@ -1,5 +1,5 @@
-"""From gradients to the arguments of the compiled module's backward, with a fake one: order, strides, copies,
-workspace, shortcuts, errors, and which engine serves.
+"""From gradients to the arguments of the compiled module's backward, with a fake one: order, workspace, shortcuts,
+errors. Copies: test_backward_copies.py; which engine serves: test_backward_routes.py.
 """
 
 from __future__ import annotations
@@ -9,60 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from backward_calls import inputs, outputs, run, strides
 from fake_module import FakeModule, install
 
-import flashhopper as fh
 from flashhopper import backends
-from flashhopper.engine import hopper, hopper_backward
-
-Tensors = list[torch.Tensor]
+from flashhopper.engine import hopper_backward
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     return install(monkeypatch)
-
-
-def inputs(
-    *, batch: int = 2, seqlen_q: int = 5, seqlen_k: int = 7, heads: int = 4, kv_heads: int = 2, dim_v: int = 64
-) -> Tensors:
-    shapes = ((batch, seqlen_q, heads, 64), (batch, seqlen_k, kv_heads, 64), (batch, seqlen_k, kv_heads, dim_v))
-    return [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-
-
-def outputs(q: torch.Tensor, v: torch.Tensor) -> Tensors:
-    """dout, out and lse of the right shapes."""
-    shape = (*q.shape[:3], v.shape[3])
-    lse = torch.randn(q.shape[0], q.shape[2], q.shape[1])
-    return [torch.randn(shape, dtype=q.dtype), torch.randn(shape, dtype=q.dtype), lse]
-
-
-def run(
-    tensors: Tensors,
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None = None,
-    *,
-    causal: bool = False,
-    window: tuple[int, int] | None = None,
-    softcap: float = 0.0,
-    sink: torch.Tensor | None = None,
-    sm_margin: int = 0,
-    deterministic: bool = False,
-    backend: str = "hopper",
-) -> Tensors:
-    """flashhopper::backward; dsink comes with a sink alone."""
-    bounds = (-1, 0 if causal else -1) if window is None else window
-    numbers = (0.25, *bounds, softcap, sm_margin, deterministic, backend)
-    gradients: Tensors = list(torch.ops.flashhopper.backward(dout, dlse, *tensors, out, lse, sink, *numbers))
-    if sink is None:
-        assert gradients.pop().numel() == 0
-    return gradients
-
-
-def strides(x: torch.Tensor) -> tuple[int, ...]:
-    return x.stride()[:3]
 
 
 def test_arguments(module: FakeModule) -> None:
@@ -125,98 +81,6 @@ def test_a_sink_has_a_gradient_without_keys(module: FakeModule) -> None:
     *_, dsink = run(tensors, *outputs(tensors[0], tensors[2]), sink=torch.randn(4))
     assert len(module.backward_calls) == 1
     assert (dsink.shape, dsink.any().item()) == ((4,), False)
-
-
-def test_views_are_read_where_they_lie(module: FakeModule) -> None:
-    fused = torch.randn(2, 5, 3, 4, 64, dtype=torch.bfloat16)
-    q, k, v = fused.unbind(2)
-    dout, out, lse = outputs(q, v)
-    dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    dq, dk, dv = run([q, k, v], dout, out, lse)
-    (call,) = module.backward_calls
-    for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items():
-        assert (call[name], call[f"{name}_strides"]) == (x.data_ptr(), strides(x))
-    assert all(x.is_contiguous() for x in (dq, dk, dv))
-
-
-def odd(x: torch.Tensor) -> torch.Tensor:
-    """x two bytes beyond an aligned address."""
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
-
-
-@pytest.mark.parametrize("kind", ["expanded", "address", "head_dim stride", "dtype"])
-def test_a_gradient_that_tma_cannot_read_is_copied(
-    module: FakeModule, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    q, k, v = inputs()
-    dout, out, lse = outputs(q, v)
-    changed = {
-        "expanded": torch.ones((), dtype=dout.dtype).expand_as(dout),  # what sum().backward() sends
-        "address": odd(dout),
-        "head_dim stride": torch.stack([dout, dout], -1)[..., 0],
-        "dtype": dout.float(),
-    }[kind]
-    seen: Tensors = []
-    launch = module.backward
-
-    def read(views: Any, *rest: Any) -> None:
-        buffer = (ctypes.c_int16 * dout.numel()).from_address(views[4][0])  # while the copy lives
-        seen.append(torch.tensor(list(buffer), dtype=torch.int16).view(dout.dtype).view(dout.shape))
-        launch(views, *rest)
-
-    monkeypatch.setattr(module, "backward", read)
-    run([q, k, v], changed, out, lse)
-    (call,) = module.backward_calls
-    assert call["dout"] != changed.data_ptr()
-    assert call["dout"] % 16 == 0
-    assert call["dout_strides"] == strides(dout)
-    assert torch.equal(seen[0], changed.to(dout.dtype))
-    assert call["q"] == q.data_ptr()
-
-
-def test_other_operands_are_copied_too(module: FakeModule) -> None:
-    q, k, v = inputs()
-    dout, out, lse = outputs(q, v)
-    run([odd(q), odd(k), odd(v)], dout, odd(out), lse)
-    (call,) = module.backward_calls
-    assert all(call[name] % 16 == 0 for name in ("q", "k", "v", "out", "dout"))
-    assert all(call[f"{name}_strides"] == strides(x) for name, x in {"q": q, "k": k, "v": v, "out": out}.items())
-
-
-def test_strides_of_single_elements_are_made_readable(module: FakeModule) -> None:
-    x = torch.randn(64, dtype=torch.bfloat16).as_strided((1, 1, 1, 64), (3, 5, 7, 1))
-    run([x, x, x], x, x, torch.zeros(1, 1, 1))
-    (call,) = module.backward_calls
-    for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
-        assert call[f"{name}_strides"] == (64, 64, 64)
-    assert (call["q"], call["dout"]) == (x.data_ptr(), x.data_ptr())
-
-
-def test_row_values_are_contiguous_float32(module: FakeModule) -> None:
-    q, k, v = inputs()
-    dout, out, lse = outputs(q, v)
-    dlse = torch.randn_like(lse)
-    run([q, k, v], dout, out, lse, dlse)
-    assert (module.backward_calls[-1]["lse"], module.backward_calls[-1]["dlse"]) == (lse.data_ptr(), dlse.data_ptr())
-    transposed = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    run([q, k, v], dout, out, transposed, torch.zeros(()).expand_as(lse))
-    call = module.backward_calls[-1]
-    assert call["lse"] not in (transposed.data_ptr(), 0)
-    assert call["dlse"] != 0
-    run([q, k, v], dout, out, lse, dlse.double())
-    assert module.backward_calls[-1]["dlse"] != 0
-
-
-def test_an_unused_lse_has_no_gradient(module: FakeModule) -> None:
-    q, k, v = (x.requires_grad_() for x in inputs())
-    out, lse = fh.flash_attn_func(q, k, v, return_lse=True)
-    torch.autograd.grad(out.sum(), (q, k, v))
-    assert module.backward_calls[-1]["dlse"] == 0
-    out, lse = fh.flash_attn_func(q, k, v, return_lse=True)
-    torch.autograd.grad(lse.sum(), (q, k, v))
-    call = module.backward_calls[-1]
-    assert call["dlse"] != 0
-    assert call["dout"] != 0
 
 
 def test_the_workspace_is_asked_for_once(module: FakeModule, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,98 +166,6 @@ def test_what_is_not_the_output_s_gradient_is_refused(module: FakeModule) -> Non
     with pytest.raises(ValueError, match="dout has shape"):
         run(tensors, dout[:, :4], out, lse)
     assert module.backward_calls == []
-
-
-def attend(way: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    if way == "operator":
-        numbers = (0.125, -1, 0, 0.0, 5, True, fh.backend())
-        return torch.ops.flashhopper.forward(q, k, v, None, *numbers)[0]  # type: ignore[no-any-return]
-    attention: Any = fh.flash_attn_func
-    if way == "compiled":
-        attention = torch.compile(attention, backend="aot_eager", fullgraph=True)
-    out: torch.Tensor = attention(q, k, v, causal=True, sm_margin=5, deterministic=True)
-    return out
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("way", ["plain", "operator", "create_graph", "compiled"])
-def test_every_way_reaches_the_kernel(module: FakeModule, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    """Options of the forward call arrive, and each gradient is that of its tensor."""
-    q, k, v = (x.requires_grad_() for x in inputs())
-    launch = module.backward
-
-    def fill(views: Any, *rest: Any) -> None:
-        for (address, *_), x, byte in zip(views[5:], (q, k, v), (0x3F, 0x40, 0x41), strict=True):
-            ctypes.memset(address, byte, 2 * x.numel())
-        launch(views, *rest)
-
-    monkeypatch.setattr(module, "backward", fill)
-    out = attend(way, q, k, v)
-    dout = torch.randn_like(out)
-    gradients = torch.autograd.grad(out, (q, k, v), dout, create_graph=way == "create_graph")
-    (forward,) = module.calls
-    (call,) = module.backward_calls
-    assert (forward["sm_margin"], call["sm_margin"], call["deterministic"]) == (5, 5, True)
-    assert (call["softmax_scale"], call["window_left"], call["window_right"]) == (0.125, -1, 0)
-    assert (call["q"], call["k"], call["v"]) == (forward["q"], forward["k"], forward["v"])
-    for gradient, x, byte in zip(gradients, (q, k, v), (0x3F, 0x40, 0x41), strict=True):
-        assert gradient.shape == x.shape
-        assert (gradient.detach().contiguous().view(torch.uint8) == byte).all()
-
-
-def compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the forward give real results, as the fake one cannot."""
-
-    def forward(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = (x.detach() for x in arguments[:3])
-        out, lse = fh.reference_attention(q, k, v)
-        return out.to(q.dtype), lse.float()
-
-    monkeypatch.setattr(hopper, "forward", forward)
-
-
-def test_without_a_backward_kernel_auto_takes_the_tiled_engine(
-    module: FakeModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module.backward_rows = ()
-    compute(monkeypatch)
-    q, k, v = (x.requires_grad_() for x in inputs())
-    assert "tiled engine" in fh.explain(q, k, v).gradients
-    out = fh.flash_attn_func(q, k, v)
-    assert isinstance(out, torch.Tensor)
-    dout = torch.randn_like(out)
-    found = torch.autograd.grad(out, (q, k, v), dout)
-    assert module.backward_calls == []
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(fh.reference_attention(*exact)[0], exact, dout.double())
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).abs().max() < 3e-2
-
-
-def test_without_a_backward_kernel_hopper_refuses_by_name(module: FakeModule) -> None:
-    module.backward_rows = ()
-    q, k, v = (x.requires_grad_() for x in inputs())
-    message = 'backend "hopper" cannot serve this call: no backward kernel was built for bf16 with head_dim 64'
-    with fh.set_backend("hopper"):
-        out = fh.flash_attn_func(q, k, v)
-        assert isinstance(out, torch.Tensor)
-    assert len(module.calls) == 1
-    with pytest.raises(RuntimeError, match=message):
-        out.sum().backward()
-
-
-def test_the_backend_of_the_forward_call_serves_its_gradient(module: FakeModule) -> None:
-    q, k, v = (x.requires_grad_() for x in inputs())
-    with fh.set_backend("tiled"):
-        out = fh.flash_attn_func(q, k, v)
-    assert isinstance(out, torch.Tensor)
-    out.sum().backward()
-    assert module.backward_calls == []
-    out = fh.flash_attn_func(q, k, v)
-    assert isinstance(out, torch.Tensor)
-    with fh.set_backend("tiled"):
-        out.sum().backward()
-    assert len(module.backward_calls) == 1
 
 
 def test_plans_are_forgotten_with_the_module(module: FakeModule) -> None:

@@ -19,5 +19,7 @@ def load(name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
+    if str(FOLDER) not in sys.path:  # programs import what lies beside them
+        sys.path.append(str(FOLDER))
     spec.loader.exec_module(module)
     return module

@@ -6,33 +6,16 @@ import pytest
 import torch
 from frameworks import require
 
+import tiny_models
+from tiny_models import tokens
+
 transformers = require("transformers")
 
 from flashhopper import Fp8Recipe  # noqa: E402
 from flashhopper.integrations import transformers as integration  # noqa: E402
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
-WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"}
-MODELS = {
-    "grouped queries": ("Llama", {}),
-    "sliding windows": ("Gemma3Text", WINDOWS | {"query_pre_attn_scalar": 16}),
-    "softcap": ("Gemma2", WINDOWS | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
-    "sinks": (
-        "GptOss",
-        WINDOWS | EXPERTS,
-    ),
-}
+SCALE = tiny_models.SMALL
+LENGTHS = (13, 7, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +23,8 @@ def _registered() -> None:
     integration.register()
 
 
-def make(kind: str, seed: int = 0) -> torch.nn.Module:
-    name, options = MODELS[kind]
-    config_class = getattr(transformers, f"{name}Config")
-    model_class = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-    torch.manual_seed(seed)
-    model = model_class(config_class(**(SIZES | options)))
-    for parameter in model.parameters():  # large enough for attention to matter
-        parameter.data.normal_(0.0, 0.3)
-    return model.eval()
+def make(kind: str) -> torch.nn.Module:
+    return tiny_models.make(kind, SCALE)
 
 
 def both(model: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,25 +36,17 @@ def both(model: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch
     return results[0], results[1]
 
 
-def tokens(batch: int, seqlen: int) -> torch.Tensor:
-    return torch.randint(1, 97, (batch, seqlen))
-
-
 def padded(side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three rows of 13, 7 and 1 tokens."""
-    ids, mask = tokens(3, 13), torch.zeros(3, 13, dtype=torch.int64)
-    for row, length in enumerate((13, 7, 1)):
-        mask[row, slice(13 - length, 13) if side == "left" else slice(0, length)] = 1
-    return ids * mask, mask
+    return tiny_models.padded(LENGTHS, side)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_logits(kind: str) -> None:
     expected, actual = both(make(kind), tokens(2, 17))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(kind: str, side: str) -> None:
     ids, mask = padded(side)
@@ -87,7 +55,7 @@ def test_padding(kind: str, side: str) -> None:
     assert actual.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation(kind: str, cache: str) -> None:
     """Past the window, from a cache, with rows padded on the left."""
@@ -105,7 +73,7 @@ def test_generation(kind: str, cache: str) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_chunks_from_a_static_cache(kind: str) -> None:
     """No mask at all: what the cache has not written yet must not be seen."""
     model = make(kind)
@@ -134,7 +102,7 @@ def test_packed_sequences(kind: str, how: str) -> None:
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", tiny_models.KINDS)
 def test_training(kind: str) -> None:
     model = make(kind).train()
     ids, mask = padded("right")
@@ -162,12 +130,9 @@ def test_compiled(side: str) -> None:
 
 def _encoder(name: str, **options: object) -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
+    sizes = {key: size for key, size in SCALE.sizes().items() if key not in ("num_key_value_heads", "head_dim")}
     config = getattr(transformers, f"{name}Config")(**(sizes | options))
-    model = getattr(transformers, f"{name}Model")(config).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0.0, 0.3)
-    return model
+    return tiny_models.randomize(getattr(transformers, f"{name}Model")(config), SCALE)
 
 
 @pytest.mark.parametrize(

@@ -226,13 +226,45 @@ BLOCKS: dict[str, Callable[[Record], str]] = {
 }
 
 
+# The parts of the record that a block shows.
+PARTS_OF: dict[str, tuple[str, ...]] = {
+    "summary": ("bench:fwd", "bench:bwd", "bench:features", "bench:features_bwd", "bench:fp8", "accuracy:fp8"),
+    "forward-bf16": ("bench:fwd",),
+    "forward-fp16": ("bench:fwd",),
+    "backward": ("bench:bwd",),
+    "features": ("bench:features", "bench:features_bwd"),
+    "forward-8bit": ("bench:fp8",),
+    "quantiser": ("bench:quantize",),
+    "host": ("bench:host",),
+    "accuracy": ("accuracy",),
+    "gradient-accuracy": ("accuracy",),
+    "accuracy-8bit": ("accuracy:fp8",),
+    "perplexity": ("perplexity",),
+    "large": ("large",),
+    "verification": ("tests:dense", "tests:backward", "tests:fp8", "tests:features", "tests:two_gpus", "sanitizer"),
+}
+
+
+def _age(record: Record, name: str) -> str:
+    """Which parts of a block are of other sources than the newest measurement; empty where none is."""
+    parts = record.get("parts", {})
+    old = [p for p in PARTS_OF.get(name, ()) if p in parts and parts[p]["digest"] != record.get("digest")]
+    dates = ", ".join(f"{part} ({parts[part]['date'][:16].replace('T', ' ')})" for part in old)
+    return f"\n\nOf sources before those of the newest measurement: {dates}." if old else ""
+
+
+def _text(record: Record, name: str) -> str:
+    text = BLOCKS[name](record)
+    return text + _age(record, name) if text and text != NOTHING else text
+
+
 def block(record: Record | None, name: str) -> str:
     """The text of one block, without its markers."""
     if name and name not in BLOCKS:
         raise SystemExit(f"no block {name!r}; blocks are {', '.join(BLOCKS)}")
     if record is None:
         return NOTHING
-    texts = (BLOCKS[part](record) for part in ([name] if name else BLOCKS))
+    texts = (_text(record, part) for part in ([name] if name else BLOCKS))
     return "\n\n".join(text for text in texts if text)
 
 

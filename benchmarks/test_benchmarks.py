@@ -273,3 +273,17 @@ def test_tables_are_made_from_the_record() -> None:
     assert "ahead in 1" in everything
     with pytest.raises(SystemExit, match="no block"):
         tables.render(page.replace("forward-bf16", "wrong"), made)
+
+
+def test_tables_name_parts_of_earlier_sources() -> None:
+    entry = {"digest": "new", "date": "2026-01-02T03:04:05+00:00", "commit": "c"}
+    record = {
+        "digest": "new",
+        "bench": [],
+        "large": [],
+        "parts": {"bench:bwd": {**entry, "digest": "old"}, "large": entry},
+    }
+    assert set(tables.PARTS_OF) == set(tables.BLOCKS) - {"source"}
+    assert "bench:bwd (2026-01-02 03:04)" in tables._age(record, "backward")
+    assert tables._age(record, "large") == ""
+    assert tables._age(record, "forward-bf16") == ""

@@ -5,6 +5,7 @@
 
 #include "core/config8.hpp"
 #include "core/mask.hpp"
+#include "core/row_map.hpp"
 #include "core/scheduler.hpp"
 #include "core/softmax.hpp"
 
@@ -25,15 +26,16 @@ struct LseTensor {
 };
 
 struct ForwardArgs {
-  CUtensorMap q, k, v;  // boxes: 64 rows for q (one consumer warpgroup), tile_n rows for k and v
+  CUtensorMap q, k, v;  // boxes: the rows of one consumer warpgroup for q, tile_n rows for k and v
   OutputTensor out;
   LseTensor lse;
   float const* sink;         // (heads), natural log; null: none
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
   float softmax_scale_log2;  // turns scores, after the cap if there is one, into base 2
   SoftCap softcap;
-  int group;  // heads / kv_heads
-  int wrap;   // coordinate of the tensor maps' last dimension, core/seqlen.hpp
+  RowMap row_map;  // 8 bits: of one head
+  int group;       // packs (tile.head counts them, core/row_map.hpp) of one kv head
+  int wrap;        // coordinate of the tensor maps' last dimension, core/seqlen.hpp
   Window window;
   BatchSchedule schedule;
 };
@@ -62,18 +64,31 @@ FLASHHOPPER_DEVICE Mask mask_of(ForwardArgs const& args, SequenceTile const& til
   return {tile.rows.q.seqlen, tile.rows.k.seqlen, args.window.left, args.window.right};
 }
 
+// How rows of a tile are positions and heads. A constant in 8 bits, whose consumers have no register to spare.
+template <class Traits>
+FLASHHOPPER_DEVICE RowMap row_map_of(ForwardArgs const& args) {
+  if constexpr (Traits::kIs8Bit) return make_row_map(1);
+  return args.row_map;
+}
+// The first position of a warpgroup of a tile.
+template <class Traits>
+FLASHHOPPER_DEVICE int first_position(ForwardArgs const& args, Tile const& tile, int warpgroup) {
+  return (tile.block * Traits::kWarpgroups + warpgroup) * row_map_of<Traits>(args).positions;
+}
+
 // The key blocks of a tile; producer and consumers pass over tiles that have none.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, SequenceTile const& tile) {
-  int const row_begin = tile.block * Traits::kTileM;
-  if (row_begin >= tile.rows.q.seqlen) return {0, 0};
-  return mask_of(args, tile).visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+  int const begin = first_position<Traits>(args, tile, 0),
+            end = first_position<Traits>(args, tile, Traits::kWarpgroups);
+  return begin < tile.rows.q.seqlen ? mask_of(args, tile).visited(begin, end, Traits::kTileN) : BlockRange{0, 0};
 }
 // Those of them that need no test of single elements.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceTile const& tile) {
-  int const row_begin = tile.block * Traits::kTileM;
-  return mask_of(args, tile).unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+  int const begin = first_position<Traits>(args, tile, 0),
+            end = first_position<Traits>(args, tile, Traits::kWarpgroups);
+  return mask_of(args, tile).unmasked(begin, end, Traits::kTileN);
 }
 
 }  // namespace flashhopper

@@ -104,7 +104,8 @@ struct Consumer16 : ForwardConsumer<Traits> {
         }
         this->release(storage.q_empty[warpgroup], at_q);
         issue_pv();
-        float const sink = sink_of(args, tile);  // asked for here: what follows hides its latency
+        // Asked for here: what follows hides its latency.
+        float sink[kRowsPerThread] = {sink_of(args, this->head(tile, 0)), sink_of(args, this->head(tile, 1))};
         int const done = slot;
         slot = -1;
         // With a second slot the next queries are there, and their first scores keep the tensor cores busy while this
@@ -116,13 +117,14 @@ struct Consumer16 : ForwardConsumer<Traits> {
         finish_pv(Int<(Traits::kQStages > 1)>{});
 
         float normalise[kRowsPerThread], lse[kRowsPerThread];
-        softmax.finish(normalise, lse, (sink + args.softcap.shift) * kLog2e);
+        for (float& logit : sink) logit = (logit + args.softcap.shift) * kLog2e;
+        softmax.finish(normalise, lse, sink);
         multiply_rows(outputs, normalise);
         for (float& value : lse) value -= args.softcap.shift;
-        int const first_row = this->first_row(tile);
-        store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
-        store_output<Element>(args, tile, outputs, first_row, lane);
-        store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
+        ThreadRows const rows = this->rows_of(tile);
+        store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
+        store_output<Element>(args, tile, outputs, rows, lane);
+        store_unused<Traits::kHeadDimV>(args, tile, rows, lane);
         reader.hand_back(done, lane == 0);
       } while (slot >= 0);
       warpgroup_wait<0>();

@@ -8,14 +8,15 @@
 namespace flashhopper {
 
 // The arguments that depend on neither addresses nor the element type; and the grid.
-flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, int num_sms, ForwardArgs* args,
-                                 int* grid);
+flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int num_sms,
+                                 ForwardArgs* args, int* grid);
 
 // Where consumers write, which they do 16 bytes at a time.
 flashhopper_status set_output(flashhopper_tensor const& out, Problem const& p, OutputTensor* output);
 
 // Plans of a row alone and of a problem. kv_bytes, q_bytes: of one element of K and V, and of Q.
 void describe(ForwardConfig const& config, flashhopper_plan* plan);
-void describe_problem(Problem const& p, ForwardConfig const& config, int grid, flashhopper_plan* plan);
+void describe_problem(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int grid,
+                      flashhopper_plan* plan);
 
 }  // namespace flashhopper

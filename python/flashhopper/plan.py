@@ -45,6 +45,8 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     recipe: str = ""  # of an 8-bit call, in words
     quantizer: str = ""  # what quantises, and why
+    packed_heads: int = 1  # query heads that share a tile of the Hopper forward
+    packing: str = ""  # the same in words, and why; of grouped heads on the Hopper kernels
 
     def __str__(self) -> str:
         shape = f"{self.tile_m} x {self.tile_n}, head_dim {self.head_dim}/{self.head_dim_v}"
@@ -58,6 +60,8 @@ class Plan:
             lines.append(
                 f"launch     {launch}, {self.smem_bytes} bytes of shared memory, {self.workspace_bytes} of workspace"
             )
+        if self.packing:
+            lines.append(f"packing    {self.packing}")
         lines.append(f"work       {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.3f} MB of inputs and outputs")
         lines.append(f"gradients  {self.gradients}")
         if self.recipe:
@@ -94,8 +98,9 @@ def explain(
     Raises:
         ValueError, NotImplementedError: as flash_attn_func.
     """
-    checks.not_built(num_splits, pack_gqa)
+    checks.not_built(num_splits)
     sizes = checks.dense(q, k, v)
+    checks.pack_gqa(pack_gqa, sizes[2], sizes[5])
     batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
     if sink is not None:
         checks.sink(sink, heads, q.device)
@@ -103,6 +108,7 @@ def explain(
     if fp8 is not None:
         fp8_attention.check_recipe(fp8)
         fp8_attention.check_options(softcap, sink)
+        checks.no_packing(pack_gqa, "8-bit calls")
         fp8_attention.check_inputs(q, head_dim, head_dim_v)
     left, right = checks.normalize_window(causal, window_size)
     left, right = checks.widen_window(left, right, seqlen_q, seqlen_k)
@@ -135,7 +141,7 @@ def explain(
     if fp8 is not None:
         return _fp8_plan(q, sizes, fp8, runs_hopper, common)
     if runs_hopper and reason is None:
-        return _hopper_plan(q, k, v, sizes, left, right, sm_margin, common)
+        return _hopper_plan(q, k, v, sizes, left, right, sm_margin, pack_gqa, common)
     return _tiled_plan(q, sizes, "hopper" if runs_hopper else "tiled", common)
 
 
@@ -184,6 +190,17 @@ def _mask_text(left: int, right: int) -> str:
     return "full" if left < 0 and right < 0 else f"window ({left}, {right})"
 
 
+def _packing_text(packed_heads: int, sizes: checks.DenseShape, pack_gqa: bool | None) -> str:
+    heads, kv_heads = sizes[2], sizes[5]
+    if heads == kv_heads:
+        return ""
+    chosen = f"{packed_heads} of the {heads // kv_heads} query heads of a KV head share a tile"
+    if packed_heads == 1:
+        chosen = "each query head has tiles of its own"
+    why = "fewer tiles" if packed_heads > 1 else "no sharing saves an eighth of the tiles"
+    return f"{chosen}: {why if pack_gqa is None else f'pack_gqa={pack_gqa}'}"
+
+
 def _hopper_plan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -192,6 +209,7 @@ def _hopper_plan(
     left: int,
     right: int,
     sm_margin: int,
+    pack_gqa: bool | None,
     common: dict[str, object],
 ) -> Plan:
     if hopper.is_empty(sizes):
@@ -199,7 +217,7 @@ def _hopper_plan(
         batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = (max(size, 1) for size in sizes)
         sizes = (batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v)
         common = {**common, "notes": (*_notes(), "the problem is empty: nothing is launched")}
-    row = hopper.forward_plan(sizes, q.dtype, left, right, sm_margin, q.device)
+    row = hopper.forward_plan(sizes, q.dtype, left, right, sm_margin, pack_gqa, q.device)
     reasons = ((name, hopper.copy_reason(x)) for name, x in (("q", q), ("k", k), ("v", v)))
     return Plan(
         backend="hopper",
@@ -215,6 +233,8 @@ def _hopper_plan(
         stages=row["stages"],
         smem_bytes=row["smem_bytes"],
         workspace_bytes=hopper.module.workspace_bytes(),
+        packed_heads=row["packed_heads"],
+        packing=_packing_text(row["packed_heads"], sizes, pack_gqa),
         copies=tuple(f"{name} ({reason})" for name, reason in reasons if reason is not None),
         **common,  # type: ignore[arg-type]
     )

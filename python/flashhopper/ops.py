@@ -25,6 +25,8 @@ any_autocast = torch._C._is_any_autocast_enabled
 _is_dynamo = torch.compiler.is_dynamo_compiling
 _tracing_state = torch._C._get_tracing_state
 
+_SCALES, _CHOICES = (type(None), float), (type(None), bool)
+
 
 def is_plain(q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None) -> bool:
     """Whether nothing watches or transforms this call, so that it may skip the dispatcher.
@@ -89,9 +91,7 @@ def call_key(
     (tensors unchecked as yet); None where this cannot be told by looking.
     """
     # Numbers of other types may equal these and yet be refused.
-    if type(sm_margin) is not int or (softmax_scale is not None and type(softmax_scale) is not float):
-        return None
-    if pack_gqa is not None and type(pack_gqa) is not bool:
+    if type(sm_margin) is not int or type(softmax_scale) not in _SCALES or type(pack_gqa) not in _CHOICES:
         return None
     layouts = hopper.read_layouts(q, k, v)
     return None if layouts is None else (layouts, softmax_scale, 0 if causal else -1, sm_margin, pack_gqa, backend)

@@ -84,6 +84,7 @@ class Plan(Structure):
         *[(name, c_int64) for name in ("smem_bytes", "grid", "tiles", "workspace_bytes")],
         ("flops", c_double),
         ("bytes", c_double),
+        ("cluster", c_int32),
         ("packed_heads", c_int32),
     ]
 

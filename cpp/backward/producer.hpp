@@ -51,7 +51,7 @@ FLASHHOPPER_DEVICE void produce_queries(BackwardArgs const& args, BackwardStorag
   constexpr int kRowBytes = Traits::kTileM * int{sizeof(float)};
   RingPosition<Traits::kQStages> at;
   KeyTiles<Traits> const tiles{args};
-  TileSource source(args.counters, tiles, storage);
+  TileSource source(PlaceCounter{args.counters}, tiles, storage);
   int slot = source.first();
   while (storage.tile[slot].block >= 0) {
     BackwardTile const& tile = storage.tile[slot];

@@ -53,6 +53,7 @@ py::dict to_dict(flashhopper_plan const& plan) {
   result["grid"] = plan.grid;
   result["tiles"] = plan.tiles;
   result["workspace_bytes"] = plan.workspace_bytes;
+  result["cluster"] = plan.cluster;
   result["flops"] = plan.flops;
   result["bytes"] = plan.bytes;
   result["packed_heads"] = plan.packed_heads;

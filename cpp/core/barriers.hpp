@@ -23,6 +23,17 @@ struct Barrier {
   FLASHHOPPER_DEVICE void arrive(uint32_t offset = 0) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address() + offset) : "memory");
   }
+  // The same at the barrier that lies there in the CTA of this rank in the cluster.
+  FLASHHOPPER_DEVICE void arrive_at(int rank, uint32_t offset = 0) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+        "}\n" ::"r"(address() + offset),
+        "r"(rank)
+        : "memory");
+  }
   FLASHHOPPER_DEVICE void arrive_and_expect(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address()), "r"(bytes) : "memory");
   }

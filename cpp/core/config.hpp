@@ -26,17 +26,18 @@ struct ForwardConfig {
   int element_bytes = 2;    // of q, k and v
   int partial_columns = 0;  // columns of V whose product with one key block has an accumulator of its own; 0: none has
   bool overlap = true;  // a step's softmax runs under the P V of the step before; false: other warpgroups fill the gaps
+  int cluster = 1;      // CTAs that load K and V for one another where they can (core/cluster.hpp)
 };
 
 // clang-format off: one row a line, cmake/instances.cmake reads them.
 inline constexpr ForwardConfig kForwardConfigs[] = {
     {.name = "fwd_hd64_m192_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 192, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true},
     {.name = "fwd_hd96_m128_n160", .head_dim = 96, .head_dim_v = 96, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = true},
-    {.name = "fwd_hd128_m128_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true},
-    {.name = "fwd_hd128_m128_n160", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = false},
-    {.name = "fwd_hd192_m128_n112", .head_dim = 192, .head_dim_v = 192, .tile_m = 128, .tile_n = 112, .stages = 2, .q_stages = 1, .ping_pong = false},
-    {.name = "fwd_hd192_dv128_m128_n128", .head_dim = 192, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 1, .ping_pong = false},
-    {.name = "fwd_hd256_m128_n80", .head_dim = 256, .head_dim_v = 256, .tile_m = 128, .tile_n = 80, .stages = 2, .q_stages = 1, .ping_pong = false},
+    {.name = "fwd_hd128_m128_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true, .cluster = 2},
+    {.name = "fwd_hd128_m128_n160", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = false, .cluster = 2},
+    {.name = "fwd_hd192_m128_n112", .head_dim = 192, .head_dim_v = 192, .tile_m = 128, .tile_n = 112, .stages = 2, .q_stages = 1, .ping_pong = false, .cluster = 2},
+    {.name = "fwd_hd192_dv128_m128_n128", .head_dim = 192, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 1, .ping_pong = false, .cluster = 2},
+    {.name = "fwd_hd256_m128_n80", .head_dim = 256, .head_dim_v = 256, .tile_m = 128, .tile_n = 80, .stages = 2, .q_stages = 1, .ping_pong = false, .cluster = 2},
 };
 // clang-format on
 inline constexpr int kForwardConfigCount = sizeof(kForwardConfigs) / sizeof(kForwardConfigs[0]);
@@ -44,8 +45,12 @@ inline constexpr int kForwardConfigCount = sizeof(kForwardConfigs) / sizeof(kFor
 constexpr int consumer_warpgroups(ForwardConfig const& config) { return config.tile_m / kWarpgroupRows; }
 constexpr int threads(ForwardConfig const& config) { return (consumer_warpgroups(config) + 1) * kWarpgroupThreads; }
 // setmaxnreg values; 64 K registers a multiprocessor, in steps of 8 a thread.
-constexpr int producer_registers(ForwardConfig const& config) { return consumer_warpgroups(config) == 2 ? 24 : 32; }
-constexpr int consumer_registers(ForwardConfig const& config) { return consumer_warpgroups(config) == 2 ? 240 : 160; }
+constexpr int producer_registers(ForwardConfig const& config) {
+  return consumer_warpgroups(config) == 3 ? 32 : config.cluster > 1 ? 40 : 24;
+}
+constexpr int consumer_registers(ForwardConfig const& config) {
+  return consumer_warpgroups(config) == 3 ? 160 : config.cluster > 1 ? 232 : 240;
+}
 
 // Elements of one TMA box row: a 128-byte swizzle row where the head dimension allows, else 64 or 32 bytes.
 constexpr int box_columns(int head_dim, int element_bytes = 2) {

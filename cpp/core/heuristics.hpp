@@ -38,6 +38,15 @@ constexpr int choose_forward_config(int64_t head_dim, int64_t head_dim_v, Mask c
   return choose_row(kForwardConfigs, width, head_dim, head_dim_v, mask, is_served);
 }
 
+// CTAs that load K and V for one another, with neighbouring query blocks of a head as their tiles. The last of an odd
+// number of blocks has a neighbour without rows, which computes nothing: among many that does not matter. A left bound
+// of the window would make blocks of keys foreign at both ends.
+constexpr int choose_cluster(ForwardConfig const& row, Mask const& mask, bool is_packed, int64_t blocks) {
+  constexpr int kMany = 16;
+  bool const is_even = blocks % row.cluster == 0;
+  return is_packed || mask.window_left >= 0 || (!is_even && blocks < kMany) ? 1 : row.cluster;
+}
+
 template <class IsServed>
 constexpr int choose_forward8_config(int64_t head_dim, int64_t head_dim_v, Mask const& mask,
                                      IsServed const& is_served) {

@@ -11,25 +11,48 @@
 
 namespace flashhopper {
 
-// Takes tiles from the device-wide counter; one thread of the CTA.
-template <class Storage, class Schedule>
-struct TileSource {
+// Where the places of a CTA come from: its first is its block index, later ones the device-wide counter gives.
+struct PlaceCounter {
   int* counters;  // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
+
+  FLASHHOPPER_DEVICE int first() const { return static_cast<int>(blockIdx.x); }
+  // Asks for a place; settle() returns it, when the caller has no other work to do.
+  FLASHHOPPER_DEVICE int take() const { return atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x); }
+  FLASHHOPPER_DEVICE int settle(int taken) const { return taken; }
+  // Leaves the workspace zero for the next launch: the last one knows that nobody will take a place any more.
+  FLASHHOPPER_DEVICE void finish() const { finish(static_cast<int>(gridDim.x)); }
+  // participants: how many take places.
+  FLASHHOPPER_DEVICE void finish(int participants) const {
+    __threadfence();
+    if (atomicAdd(&counters[1], 1) == participants - 1) {
+      counters[0] = 0;
+      counters[1] = 0;
+    }
+  }
+};
+
+// Publishes the tiles of the places; one thread of the CTA.
+template <class Places, class Schedule, class Storage>
+struct TileSource {
+  Places places;
   Schedule const& schedule;
   Storage& storage;
   int const total;
   RingPosition<kTileSlots> position;
 
-  FLASHHOPPER_DEVICE TileSource(int* counters, Schedule const& schedule, Storage& storage)
-      : counters(counters), schedule(schedule), storage(storage), total(schedule.total()) {}
+  FLASHHOPPER_DEVICE TileSource(Places const& places, Schedule const& schedule, Storage& storage)
+      : places(places), schedule(schedule), storage(storage), total(schedule.total()) {}
 
-  // Both return the slot that holds the tile; its block is negative after the last.
-  // The CTA's first tile is its block index, later ones come from the counter.
-  FLASHHOPPER_DEVICE int first() { return publish(static_cast<int>(blockIdx.x)); }
+  // All return the slot that holds the tile; its block is negative after the last.
+  FLASHHOPPER_DEVICE int first() { return put(places.first()); }
   FLASHHOPPER_DEVICE int next() { return publish(take()); }
   // The two halves of next(), for a caller that has work to do while the counter answers.
-  FLASHHOPPER_DEVICE int take() { return atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x); }
-  FLASHHOPPER_DEVICE int publish(int place) {
+  FLASHHOPPER_DEVICE int take() { return places.take(); }
+  FLASHHOPPER_DEVICE int publish(int taken) { return put(places.settle(taken)); }
+  FLASHHOPPER_DEVICE void finish() { places.finish(); }
+
+ private:
+  FLASHHOPPER_DEVICE int put(int place) {
     int const slot = position.slot;
     storage.tile_empty[slot].wait(position.phase ^ 1);
     if (place < total) {
@@ -40,15 +63,6 @@ struct TileSource {
     storage.tile_full[slot].arrive();
     position.advance();
     return slot;
-  }
-
-  // Leaves the workspace zero for the next launch: the last CTA knows that nobody will take a place any more.
-  FLASHHOPPER_DEVICE void finish() {
-    __threadfence();
-    if (atomicAdd(&counters[1], 1) == static_cast<int>(gridDim.x) - 1) {
-      counters[0] = 0;
-      counters[1] = 0;
-    }
   }
 };
 

@@ -34,6 +34,20 @@ FLASHHOPPER_DEVICE void tma_load_sequence(CUtensorMap const& map, Barrier& full,
   }
 }
 
+// The same for all CTAs of a cluster, which call it for the same rows: each brings every kCluster-th box, beginning
+// with that of its rank, to the same place in all of them, and each barrier counts what arrives in its own CTA.
+template <int kRows, int kHeadDim, int kBoxColumns, int kCluster, class Element>
+FLASHHOPPER_DEVICE void tma_load_shared(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem,
+                                        RowOrigin const& origin, int wrap, int row, int head, int rank) {
+  full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)});
+#pragma unroll 1
+  for (int column = rank * kBoxColumns; column < kHeadDim; column += kCluster * kBoxColumns) {
+    cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, &full.state, static_cast<uint16_t>((1 << kCluster) - 1),
+                                           static_cast<uint64_t>(hint), smem + column * kRows, column, origin.row + row,
+                                           head, origin.outer, wrap);
+  }
+}
+
 // Loads contiguous bytes, 16 at least; the barrier must expect them.
 FLASHHOPPER_DEVICE void bulk_load(void const* source, Barrier& full, void* smem, int bytes) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(

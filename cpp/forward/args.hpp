@@ -35,7 +35,9 @@ struct ForwardArgs {
   SoftCap softcap;
   RowMap row_map;  // 8 bits: of one head
   int group;       // packs (tile.head counts them, core/row_map.hpp) of one kv head
-  int wrap;        // coordinate of the tensor maps' last dimension, core/seqlen.hpp
+  int cluster;  // CTAs that load K and V for one another: 1, or as many as the row of the table says; their tiles are
+                // neighbouring blocks, and a block of the schedule is those of all of them
+  int wrap;     // coordinate of the tensor maps' last dimension, core/seqlen.hpp
   Window window;
   BatchSchedule schedule;
 };
@@ -83,12 +85,39 @@ FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, SequenceTi
             end = first_position<Traits>(args, tile, Traits::kWarpgroups);
   return begin < tile.rows.q.seqlen ? mask_of(args, tile).visited(begin, end, Traits::kTileN) : BlockRange{0, 0};
 }
-// Those of them that need no test of single elements.
+// Those of all CTAs that share keys with this one. Without a left bound they begin where the tile's begin.
+template <class Traits>
+FLASHHOPPER_DEVICE BlockRange shared_blocks(ForwardArgs const& args, SequenceTile const& tile) {
+  if (Traits::kConfig.cluster == 1 || args.cluster == 1) return visited_blocks<Traits>(args, tile);
+  int const positions = args.cluster * Traits::kWarpgroups * row_map_of<Traits>(args).positions;
+  int const begin = tile.block / args.cluster * positions;  // exists, for the schedule has no more blocks than that
+  return mask_of(args, tile).visited(begin, begin + positions, Traits::kTileN);
+}
+// How many of them, the last ones, the tile does not see.
+template <class Traits>
+FLASHHOPPER_DEVICE int foreign_blocks(ForwardArgs const& args, SequenceTile const& tile) {
+  if (Traits::kConfig.cluster == 1 || args.cluster == 1) return 0;
+  return shared_blocks<Traits>(args, tile).size() - visited_blocks<Traits>(args, tile).size();
+}
+
+// The visited blocks that need no test of single elements.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   int const begin = first_position<Traits>(args, tile, 0),
             end = first_position<Traits>(args, tile, Traits::kWarpgroups);
   return mask_of(args, tile).unmasked(begin, end, Traits::kTileN);
 }
+
+// The work tiles as the queue hands them out.
+struct QueryTiles {
+  ForwardArgs const& args;
+  int rank;  // of this CTA in its cluster
+
+  FLASHHOPPER_DEVICE int total() const { return args.schedule.total(); }
+  FLASHHOPPER_DEVICE void put(int place, SequenceTile& tile) const {
+    args.schedule.put(place, tile);
+    tile.block = tile.block * args.cluster + rank;
+  }
+};
 
 }  // namespace flashhopper

@@ -41,10 +41,20 @@ struct ForwardConsumer {
     named_barrier_arrive<2 * kWarpgroupThreads>(kTurnOfWarpgroup + next);
   }
 
-  // One arrival a warp: its wgmma reads of the slot are over.
+  // One arrival a warp: its wgmma reads of the queries are over.
+  FLASHHOPPER_DEVICE void release_queries() {
+    if (lane == 0) storage.q_empty[warpgroup][at_q.slot].arrive();
+    at_q.advance();
+  }
+
+  // The same of a slot of keys or values, at every CTA that shares them. offset: as of Barrier::arrive.
   template <class Ring>
-  FLASHHOPPER_DEVICE void release(Barrier* empty, Ring& ring) {
-    if (lane == 0) empty[ring.slot].arrive();
+  FLASHHOPPER_DEVICE void release(Barrier* empty, Ring& ring, uint32_t offset = 0) {
+    if constexpr (Traits::kConfig.cluster > 1) {
+      if (lane < args.cluster) empty[ring.slot].arrive_at(lane, offset);
+    } else {
+      if (lane == 0) empty[ring.slot].arrive(offset);
+    }
     ring.advance();
   }
 
@@ -52,10 +62,25 @@ struct ForwardConsumer {
   // know.
   template <class Ring>
   FLASHHOPPER_DEVICE void release_after(Barrier* empty, Ring& ring, float value) {
-    uint32_t const zero =
-        __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3);
-    if (lane == 0) empty[ring.slot].arrive(zero);
-    ring.advance();
+    release(empty, ring,
+            __float_as_uint(value) & static_cast<uint32_t>(reinterpret_cast<uintptr_t>(args.workspace) & 3));
+  }
+
+  // Blocks of keys or values that the tile does not see, and other CTAs do: passed on unread.
+  template <class Ring>
+  FLASHHOPPER_DEVICE void pass_on(Barrier* full, Barrier* empty, Ring& ring, int count) {
+    for (; count > 0; --count) {
+      full[ring.slot].wait(ring.phase);
+      release(empty, ring);
+    }
+  }
+  // All blocks of a tile that sees none, in the order in which they come.
+  FLASHHOPPER_DEVICE void pass_on_all(int count) {
+    for (int i = 0; i < count; ++i) {
+      pass_on(storage.k_full, storage.k_empty, at_k, 1);
+      if (i > 0) pass_on(storage.v_full, storage.v_empty, at_v, 1);
+    }
+    if (count > 0) pass_on(storage.v_full, storage.v_empty, at_v, 1);
   }
 
   // Scores of key block n outside the mask become -inf.
@@ -83,12 +108,13 @@ struct ForwardConsumer {
 
   // The slot of the next tile that has keys, negative after the last; those that have none are finished on the way. For
   // a warp that holds no slot: the queue has few, and behind so many tiles without keys it would wait for its own.
-  FLASHHOPPER_DEVICE int next_tile(TileReader<ForwardStorage<Traits>>& reader) const {
+  FLASHHOPPER_DEVICE int next_tile(TileReader<ForwardStorage<Traits>>& reader) {
     while (true) {
       int const slot = reader.await();
       SequenceTile const& tile = storage.tile[slot];
       if (tile.block < 0) return -1;
       if (visited_blocks<Traits>(args, tile).size() > 0) return slot;
+      if constexpr (Traits::kConfig.cluster > 1) pass_on_all(foreign_blocks<Traits>(args, tile));
       ThreadRows const rows = rows_of(tile);
       float const lse[kRowsPerThread] = {sink_of(args, rows.head[0]), sink_of(args, rows.head[1])};
       store_nothing_seen<Traits::kHeadDimV>(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);

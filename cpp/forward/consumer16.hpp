@@ -14,6 +14,11 @@ struct Consumer16 : ForwardConsumer<Traits> {
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
 
+  // Keys are passed on while the tile before still holds values: no more blocks than the ring has slots, or values
+  // would block the way of the keys.
+  static constexpr bool kShares = Traits::kConfig.cluster > 1;
+  static_assert(!kShares || Traits::kTileM <= Traits::kStages * Traits::kTileN);
+
   FLASHHOPPER_DEVICE void run() {
     using namespace cute;
     typename Traits::MmaQK mma_qk;
@@ -44,6 +49,9 @@ struct Consumer16 : ForwardConsumer<Traits> {
     auto start_tile = [&] {
       if (slot >= 0) {
         storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
+        if constexpr (kShares) {
+          this->pass_on(storage.k_full, storage.k_empty, at_k, foreign_blocks<Traits>(args, storage.tile[slot]));
+        }
         storage.k_full[at_k.slot].wait(at_k.phase);
       }
       this->wait_turn();
@@ -66,7 +74,11 @@ struct Consumer16 : ForwardConsumer<Traits> {
       do {
         SequenceTile const& tile = storage.tile[slot];
         BlockRange const blocks = visited_blocks<Traits>(args, tile);
-        BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
+        if constexpr (kShares) {
+          this->pass_on(storage.v_full, storage.v_empty, at_v, foreign_blocks<Traits>(args, tile));
+        }
+        // Blocks whose scores are used as they are.
+        BlockRange const plain = args.softcap.factor != 0.f ? BlockRange{0, 0} : unmasked_blocks<Traits>(args, tile);
         OnlineSoftmax softmax(args.softmax_scale_log2);
         float rescale[kRowsPerThread];
         // From the scores of block n to its probabilities, while the previous block's product with V runs. That product
@@ -75,17 +87,18 @@ struct Consumer16 : ForwardConsumer<Traits> {
         // in front of it, tied to the first exponential, holds it down (scripts/check_sass.py verifies).
         auto finish_scores = [&](int n, auto pv_in_flight) {
           warpgroup_fence_operand(tSrS);
-          if (args.softcap.factor != 0.f) args.softcap.apply(scores);
-          // Whether a block needs the element mask is the same for all threads of the CTA.
-          if (n < unmasked.begin || n >= unmasked.end) this->apply_mask(scores, tile, n);
-          rescale[0] = softmax.raise_max(scores, 0);
-          rescale[1] = softmax.raise_max(scores, 1);
+          if (n < plain.begin || n >= plain.end) cap_and_mask(scores, tile, n);  // the same for all threads of the CTA
+          rescale[0] = softmax.follow(scores, 0);
+          rescale[1] = softmax.follow(scores, 1);
+          bool const rescales = any_of_warp(rescale[0] != 1.f || rescale[1] != 1.f);
           softmax.exponentiate(scores, 0);
           this->release_after(storage.k_empty, at_k, scores[0]);
           softmax.exponentiate(scores, 1);
           if constexpr (decltype(pv_in_flight)::value) finish_pv(Int<0>{});
           pack_all<Element>(scores, probabilities);
-          multiply_rows(outputs, rescale);
+          if constexpr (decltype(pv_in_flight)::value) {
+            if (rescales) multiply_rows(outputs, rescale);
+          }
         };
 
         FLASHHOPPER_UNROLL
@@ -102,7 +115,7 @@ struct Consumer16 : ForwardConsumer<Traits> {
           warpgroup_wait<1>();
           finish_scores(n, true_type{});
         }
-        this->release(storage.q_empty[warpgroup], at_q);
+        this->release_queries();
         issue_pv();
         // Asked for here: what follows hides its latency.
         float sink[kRowsPerThread] = {sink_of(args, this->head(tile, 0)), sink_of(args, this->head(tile, 1))};
@@ -135,6 +148,16 @@ struct Consumer16 : ForwardConsumer<Traits> {
   }
 
  private:
+  // The cap goes first, for the mask's -inf must stay.
+  FLASHHOPPER_DEVICE void cap_and_mask(float (&scores)[kScores], SequenceTile const& tile, int n) const {
+    if (args.softcap.factor != 0.f) {
+      args.softcap.apply(scores);
+      BlockRange const unmasked = unmasked_blocks<Traits>(args, tile);
+      if (n >= unmasked.begin && n < unmasked.end) return;
+    }
+    this->apply_mask(scores, tile, n);
+  }
+
   FLASHHOPPER_DEVICE static void multiply_rows(float (&outputs)[kOutputs], float const (&factor)[kRowsPerThread]) {
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kOutputs; ++e) outputs[e] *= factor[accumulator_row(e)];

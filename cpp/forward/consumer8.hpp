@@ -164,7 +164,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
             finish_scores(Int<1>{}, [] { warpgroup_wait<0>(); }, finish_pv);
           }
-          this->release(storage.q_empty[warpgroup], at_q);
+          this->release_queries();
           storage.v_full[at_v.slot].wait(at_v.phase);
           issue_pv(at_v.slot, Int<0>{});
           slot = this->next_tile_early(reader);
@@ -182,7 +182,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
           }
           this->pass_turn();
-          this->release(storage.q_empty[warpgroup], at_q);
+          this->release_queries();
           slot = -1;
         }
 

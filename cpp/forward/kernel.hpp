@@ -5,6 +5,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
+#include "core/cluster.hpp"
 #include "forward/consumer16.hpp"
 #include "forward/consumer8.hpp"
 #include "forward/producer.hpp"
@@ -18,12 +19,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   auto& storage = *reinterpret_cast<ForwardStorage<Traits>*>(smem);
 
   if (threadIdx.x == 0) {
-    storage.init_barriers();
+    storage.init_barriers(args.cluster);
     fence_barrier_init();
   }
   if constexpr (Traits::kSumColumns > 0) storage.fill_sum_columns();
   await_previous();  // the list of a packed batch
   __syncthreads();
+  constexpr bool kShares = Traits::kConfig.cluster > 1;
+  if (kShares && args.cluster > 1) cluster_sync();  // the barriers of the other CTAs are there
 
   int const warpgroup = cutlass::canonical_warp_group_idx();
   if (warpgroup == 0) {
@@ -33,6 +36,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     cutlass::arch::warpgroup_reg_alloc<consumer_registers(Traits::kConfig)>();
     using Consumer = std::conditional_t<Traits::kIs8Bit, Consumer8<Traits>, Consumer16<Traits>>;
     Consumer(args, storage, warpgroup - 1).run();
+  }
+  if (kShares && args.cluster > 1) {
+    __syncwarp();
+    cluster_sync();  // nobody brings keys to, or arrives at, a CTA that has ended
   }
 }
 

@@ -13,7 +13,8 @@ cudaError_t launch_forward(typename Traits::Args const& args, int grid, int devi
   void* parameters[] = {const_cast<typename Traits::Args*>(&args)};
   Start const start = args.schedule.is_packed() ? Start::kWithPrevious : Start::kAfterPrevious;
   return launch<forward_kernel<Traits>>(grid, Traits::kThreads, parameters,
-                                        static_cast<int>(smem_bytes(Traits::kConfig)), device, stream, start);
+                                        static_cast<int>(smem_bytes(Traits::kConfig)), device, stream, start,
+                                        args.cluster);
 }
 
 }  // namespace flashhopper

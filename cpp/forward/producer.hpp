@@ -33,10 +33,26 @@ class ScaleReader {
   float largest_ = 0.f, unit_ = 0.f;
 };
 
+// A step's rows of K or V, for this CTA or for all that share them.
+template <class Traits, int kColumns, int kBoxColumns, class Element>
+FLASHHOPPER_DEVICE void load_rows(ForwardArgs const& args, CUtensorMap const& map, Barrier& full, Element* smem,
+                                  KeyPlace const& place, int row, int rank) {
+  constexpr int kCluster = Traits::kConfig.cluster;
+  if (kCluster > 1 && args.cluster > 1) {
+    tma_load_shared<Traits::kTileN, kColumns, kBoxColumns, kCluster>(map, full, L2Hint::kEvictLast, smem, place.origin,
+                                                                     args.wrap, row, place.kv_head, rank);
+  } else {
+    tma_load_sequence<Traits::kTileN, kColumns, kBoxColumns>(map, full, L2Hint::kEvictLast, smem, place.origin,
+                                                             args.wrap, row, place.kv_head);
+  }
+}
+
 // Streams the key blocks of every tile, last block first. V trails K by one block because that is the order of use,
 // also across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
 template <class Traits>
 FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& args, ForwardStorage<Traits>& storage) {
+  ClusterPlaces const places(args.workspace, storage.mailbox, args.cluster);
+  QueryTiles const tiles{args, places.rank};
   RingPosition<Traits::kStages> at_k, at_v;
   // The value block that is due, none while v_row < 0. Its tile's slot is still there: consumers have yet to use it.
   int v_row = -1, v_tile = 0;
@@ -49,19 +65,18 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
                                                                            L2Hint::kEvictLast, storage.v[at_v.slot],
                                                                            v.origin, args.wrap, 0, v.kv_head, v_row);
     } else {
-      tma_load_sequence<Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
-          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], v.origin, args.wrap, v_row,
-          v.kv_head);
+      load_rows<Traits, Traits::kHeadDimV, Traits::kBoxColumnsV>(args, args.v, storage.v_full[at_v.slot],
+                                                                 storage.v[at_v.slot], v, v_row, places.rank);
     }
     at_v.advance();
     v_row = -1;
   };
 
-  TileSource source(args.workspace, args.schedule, storage);
+  TileSource source(places, tiles, storage);
   int slot = source.first();
   while (storage.tile[slot].block >= 0) {
     SequenceTile const& tile = storage.tile[slot];
-    BlockRange const blocks = visited_blocks<Traits>(args, tile);
+    BlockRange const blocks = shared_blocks<Traits>(args, tile);
     storage.keys[slot] = {row_origin(args.wrap != 0, tile.rows.k, tile.batch), tile.head / args.group};
     int place = -1;
     [[maybe_unused]] ScaleReader scale_reader;
@@ -83,9 +98,8 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
       }
       KeyPlace const k = storage.keys[slot];
-      tma_load_sequence<Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
-          args.k, storage.k_full[at_k.slot], L2Hint::kEvictLast, storage.k[at_k.slot], k.origin, args.wrap,
-          n * Traits::kTileN, k.kv_head);
+      load_rows<Traits, Traits::kHeadDim, Traits::kBoxColumns>(
+          args, args.k, storage.k_full[at_k.slot], storage.k[at_k.slot], k, n * Traits::kTileN, source.places.rank);
       at_k.advance();
       load_due_values();
       v_row = n * Traits::kTileN;

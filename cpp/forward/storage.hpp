@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/barriers.hpp"
+#include "core/cluster.hpp"
 #include "core/scheduler.hpp"
 #include "forward/traits.hpp"
 
@@ -37,7 +38,7 @@ struct ForwardStorage {
   // Arrives: TMA through the key-value warp. Waits: all consumer warpgroups.
   Barrier k_full[Traits::kStages];
   Barrier v_full[Traits::kStages];
-  // Arrives: each consumer warp. Waits: the key-value warp.
+  // Arrives: each consumer warp of all CTAs that share keys. Waits: the key-value warp.
   Barrier k_empty[Traits::kStages];
   Barrier v_empty[Traits::kStages];
   // Arrives: the key-value warp, which runs the scheduler. Waits: query warps and consumers.
@@ -47,6 +48,7 @@ struct ForwardStorage {
 
   SequenceTile tile[kTileSlots];  // block < 0: no more work
   KeyPlace keys[kTileSlots];      // of each tile; the key-value warp alone reads and writes them
+  Mailbox mailbox;                // of the scheduler, where CTAs share keys
   // 8 bits alone: of the key block in a slot of K and the values that belong to it. There with K.
   StepScales scales[Traits::kStages];
 
@@ -62,7 +64,8 @@ struct ForwardStorage {
     fence_async_shared();
   }
 
-  FLASHHOPPER_DEVICE void init_barriers() {
+  // cluster: CTAs that share keys.
+  FLASHHOPPER_DEVICE void init_barriers(int cluster) {
     constexpr int kConsumerWarps = Traits::kWarpgroups * 4;
     for (int w = 0; w < Traits::kWarpgroups; ++w) {
       for (int s = 0; s < Traits::kQStages; ++s) {
@@ -73,9 +76,10 @@ struct ForwardStorage {
     for (int s = 0; s < Traits::kStages; ++s) {
       k_full[s].init(1);
       v_full[s].init(1);
-      k_empty[s].init(kConsumerWarps);
-      v_empty[s].init(kConsumerWarps);
+      k_empty[s].init(kConsumerWarps * cluster);
+      v_empty[s].init(kConsumerWarps * cluster);
     }
+    mailbox.init();
     for (int s = 0; s < kTileSlots; ++s) {
       tile_full[s].init(1);
       tile_empty[s].init(kConsumerWarps + Traits::kWarpgroups);

@@ -109,7 +109,7 @@ flashhopper_status describe_forward8_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward8(flashhopper_forward8_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  describe_problem(Problem(params), kForward8Configs[launch.config_index], make_row_map(1), launch.grid, plan);
+  describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.args, launch.grid, plan);
   return FLASHHOPPER_OK;
 }
 

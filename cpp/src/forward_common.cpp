@@ -4,10 +4,13 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "core/heuristics.hpp"
+
 namespace flashhopper {
 namespace {
 
-BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, RowMap const& row_map) {
+// cluster: CTAs whose tiles are one block of the schedule.
+BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int cluster) {
   Window const window = p.window();
   bool const uneven = window.left >= 0 || window.right >= 0;
   int const row_bytes = (config.head_dim + config.head_dim_v) * config.element_bytes;
@@ -22,9 +25,9 @@ BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, RowMa
     return schedule;
   }
   int const seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-  int const blocks = ceil_div(seqlen_q, consumer_warpgroups(config) * row_map.positions);
-  schedule.dense =
-      make_tile_schedule(blocks, static_cast<int>(p.batch), packs, kv_heads, p.seqlen_k * row_bytes, uneven, uneven);
+  int const positions = cluster * consumer_warpgroups(config) * row_map.positions;
+  schedule.dense = make_tile_schedule(ceil_div(seqlen_q, positions), static_cast<int>(p.batch), packs, kv_heads,
+                                      p.seqlen_k * row_bytes, uneven, uneven);
   schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
   return schedule;
 }
@@ -48,12 +51,16 @@ flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, 
   args->window = p.window();
   args->wrap = wrap_of(p.is_packed);
   args->row_map = row_map;
-  args->schedule = make_schedule(p, config, row_map);
   args->softmax_scale_log2 = p.softmax_scale * kLog2e;
   args->group = static_cast<int>(packs / p.kv_heads);
   args->lse.batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
   args->lse.head_stride = p.is_packed ? p.total_q : p.seqlen_q;
-  *grid = static_cast<int>(std::min<int64_t>(m_blocks * packs, num_sms - p.sm_margin));
+  int64_t const blocks = m_blocks / std::max<int64_t>(p.batch, 1);  // dense: of one pack and sequence
+  int const sms = num_sms - p.sm_margin;
+  args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, blocks);
+  args->schedule = make_schedule(p, config, row_map, args->cluster);
+  int64_t const most = p.is_packed ? m_blocks * packs : int64_t{args->schedule.dense.total()} * args->cluster;
+  *grid = static_cast<int>(std::min<int64_t>(most, sms / args->cluster * args->cluster));
   return FLASHHOPPER_OK;
 }
 
@@ -80,6 +87,7 @@ void describe(ForwardConfig const& config, flashhopper_plan* plan) {
   plan->stages = config.stages;
   plan->q_stages = config.q_stages;
   plan->consumer_warpgroups = consumer_warpgroups(config);
+  plan->cluster = config.cluster;
   plan->threads = threads(config);
   plan->producer_registers = producer_registers(config);
   plan->consumer_registers = consumer_registers(config);
@@ -88,12 +96,13 @@ void describe(ForwardConfig const& config, flashhopper_plan* plan) {
   plan->packed_heads = 1;
 }
 
-void describe_problem(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int grid,
+void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs const& args, int grid,
                       flashhopper_plan* plan) {
   describe(config, plan);
   plan->grid = grid;
-  plan->tiles = query_blocks(p, config, row_map) * (p.heads / row_map.heads);
-  plan->packed_heads = row_map.heads;
+  plan->cluster = args.cluster;
+  plan->packed_heads = args.row_map.heads;
+  plan->tiles = query_blocks(p, config, args.row_map) * (p.heads / args.row_map.heads);
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
   double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
   double const qk = static_cast<double>(p.head_dim), v = static_cast<double>(p.head_dim_v);

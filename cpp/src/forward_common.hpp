@@ -16,7 +16,7 @@ flashhopper_status set_output(flashhopper_tensor const& out, Problem const& p, O
 
 // Plans of a row alone and of a problem. kv_bytes, q_bytes: of one element of K and V, and of Q.
 void describe(ForwardConfig const& config, flashhopper_plan* plan);
-void describe_problem(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int grid,
+void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs const& args, int grid,
                       flashhopper_plan* plan);
 
 }  // namespace flashhopper

@@ -147,8 +147,7 @@ flashhopper_status describe_forward_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  ForwardConfig const& config = kForwardConfigs[launch.config_index];
-  describe_problem(Problem(params), config, launch.args.row_map, launch.grid, plan);
+  describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.args, launch.grid, plan);
   if (params.cu_seqlens_q != nullptr) {
     plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
   }

@@ -21,6 +21,7 @@ class Plan(TypedDict):
     grid: int
     tiles: int
     workspace_bytes: int
+    cluster: int
     flops: float
     bytes: float
     packed_heads: int

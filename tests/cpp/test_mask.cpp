@@ -80,6 +80,21 @@ void compare_by_keys(int sq, int sk, int left, int right, int tile_m, int tile_n
   }
 }
 
+// Neighbouring query blocks that share their keys: without a left bound what all of them see begins where each begins,
+// and the blocks that one does not see are the last ones, no more than the rows between them hold.
+void compare_neighbours(int sq, int sk, int right, int tile_m, int tile_n, int cluster) {
+  Mask const mask{sq, sk, -1, right};
+  int const rows = cluster * tile_m;
+  for (int begin = 0; begin < sq; begin += rows) {
+    BlockRange const shared = mask.visited(begin, begin + rows, tile_n);
+    for (int row = begin; row < std::min(sq, begin + rows); row += tile_m) {
+      BlockRange const own = mask.visited(row, row + tile_m, tile_n);
+      CHECK(shared.begin == 0 && own.begin == 0 && own.end <= shared.end);
+      if (own.size() > 0) CHECK(shared.end - own.end <= ((cluster - 1) * tile_m + tile_n - 1) / tile_n);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -90,6 +105,8 @@ int main() {
       for (int left : windows) {
         for (int right : windows) {
           if (sq == 0) continue;
+          if (left < 0) compare_neighbours(sq, sk, right, 16, 8, 2);
+          if (left < 0) compare_neighbours(sq, sk, right, 8, 24, 2);
           compare(sq, sk, left, right, 16, 8);
           compare(sq, sk, left, right, 8, 24);
           compare_by_keys(sq, sk, left, right, 16, 8);

@@ -16,6 +16,8 @@ struct Traits {
   static constexpr bool kIs8Bit = false;
   static constexpr int kWarpgroups = kWarpgroups_;
   static constexpr int kTileN = 48;
+  static constexpr ForwardConfig kConfig = kForwardConfigs[find_forward_config("fwd_hd128_m128_n128")];
+  static_assert(kConfig.cluster == 2);
 };
 
 void divides_exactly() {
@@ -29,39 +31,48 @@ void divides_exactly() {
   }
 }
 
-// What consumers do with the scores of a tile: which blocks they visit, which keys of those a row keeps.
+// What consumers do with the scores of a tile: which blocks they visit, which keys of those a row keeps. The CTAs of a
+// cluster load what any of them visits, which begins where each of them begins.
 template <class T>
 void blocks_keep_what_the_mask_keeps(ForwardArgs const& args, SequenceTile const& tile) {
   Mask const mask = mask_of(args, tile);
   BlockRange const visited = visited_blocks<T>(args, tile), unmasked = unmasked_blocks<T>(args, tile);
+  BlockRange const shared = shared_blocks<T>(args, tile);
+  CHECK(shared.size() == visited.size() + foreign_blocks<T>(args, tile));
+  CHECK(visited.size() == 0 || (shared.begin == visited.begin && shared.end >= visited.end));
   int const begin = first_position<T>(args, tile, 0);
   int const end = std::min(first_position<T>(args, tile, T::kWarpgroups), mask.seqlen_q);
+  if (begin >= end) CHECK(visited.size() == 0);
   for (int block = 0; block * T::kTileN < mask.seqlen_k; ++block) {
     int kept = 0;
     for (int position = begin; position < end; ++position) {
       for (int key = block * T::kTileN; key < (block + 1) * T::kTileN; ++key) kept += mask.keeps(position, key);
     }
     CHECK((block >= visited.begin && block < visited.end) == (kept > 0));
+    if (begin >= end) continue;  // nobody asks which blocks of no rows need a test
     CHECK((block >= unmasked.begin && block < unmasked.end) == (kept == (end - begin) * T::kTileN));
   }
 }
 
 // Every (batch, head, position) is one used row of one tile, beside the kv head that it attends to.
 template <int kWarpgroups>
-void every_query_has_one_row(int batch, int kv_heads, int group, int pack, int seqlen_q, int seqlen_k, Window window) {
+void every_query_has_one_row(int batch, int kv_heads, int group, int pack, int seqlen_q, int seqlen_k, Window window,
+                             int cluster = 1) {
   using T = Traits<kWarpgroups>;
   int const heads = kv_heads * group, packs = heads / pack;
   ForwardArgs args{};
   args.row_map = make_row_map(pack);
   args.group = packs / kv_heads;
+  args.cluster = cluster;
   args.window = window;
-  int const blocks = ceil_div(seqlen_q, kWarpgroups * args.row_map.positions);
+  int const blocks = ceil_div(seqlen_q, cluster * kWarpgroups * args.row_map.positions);
   args.schedule.dense = make_tile_schedule(blocks, batch, packs, kv_heads, 1, window.right >= 0, window.right >= 0);
   args.schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
   std::vector<int> owners(batch * heads * seqlen_q, 0);
-  for (int place = 0; place < args.schedule.total(); ++place) {
-    SequenceTile const tile = args.schedule.at(place);
-    CHECK(first_position<T>(args, tile, 0) < seqlen_q);
+  for (int i = 0; i < args.schedule.total() * cluster; ++i) {
+    SequenceTile tile;
+    QueryTiles{args, i % cluster}.put(i / cluster, tile);
+    CHECK(first_position<T>(args, tile, 0) < seqlen_q || tile.block % cluster > 0);
     blocks_keep_what_the_mask_keeps<T>(args, tile);
     for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
       for (int row = 0; row < args.row_map.rows(); ++row) {
@@ -116,6 +127,7 @@ int main() {
       for (int pack : {1, 2, 3, 5, 7, 8, 12, 16, 64}) {
         every_query_has_one_row<2>(2, 3, pack, pack, seqlen_q, 100, window);
         every_query_has_one_row<3>(1, 2, 2 * pack, pack, seqlen_q, 77, window);
+        if (window.left < 0) every_query_has_one_row<2>(2, 2, 2 * pack, pack, seqlen_q, 300, window, 2);
       }
       every_query_has_one_row<2>(1, 1, 64, 1, seqlen_q, 200, window);
     }

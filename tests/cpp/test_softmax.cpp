@@ -34,7 +34,7 @@ void run(int blocks, double keep_probability, double spread, float scale, std::m
       seen[accumulator_row(e)].push_back(static_cast<double>(scores[e]) * scale);
       values[accumulator_row(e)].push_back(b * 100 + e);
     }
-    for (int r = 0; r < kRowsPerThread; ++r) rescale[r] = softmax.raise_max(scores, r);
+    for (int r = 0; r < kRowsPerThread; ++r) rescale[r] = softmax.follow(scores, r);
     for (int r = 0; r < kRowsPerThread; ++r) softmax.exponentiate(scores, r);
     for (int r = 0; r < kRowsPerThread; ++r) output[r] *= rescale[r];
     for (int e = 0; e < kElements; ++e) output[accumulator_row(e)] += scores[e] * (b * 100 + e);
@@ -158,7 +158,7 @@ void nan_stays_visible(bool everywhere) {
   OnlineSoftmax softmax(1.f);
   float scores[kElements];
   for (int e = 0; e < kElements; ++e) scores[e] = everywhere || e < 4 ? NAN : 1.f;
-  for (int r = 0; r < kRowsPerThread; ++r) softmax.raise_max(scores, r);
+  for (int r = 0; r < kRowsPerThread; ++r) softmax.follow(scores, r);
   for (int r = 0; r < kRowsPerThread; ++r) softmax.exponentiate(scores, r);
   float normalise[kRowsPerThread], lse[kRowsPerThread];
   softmax.finish(normalise, lse, kNoSink);
@@ -179,18 +179,18 @@ void sinks_join_the_sum(std::mt19937& random) {
         scores[e] = empty ? -INFINITY : static_cast<float>(normal(random));
         sums[accumulator_row(e)] += std::exp2(double{scores[e]} - largest);
       }
-      double maxima[kRowsPerThread];
+      double references[kRowsPerThread];
       for (int r = 0; r < kRowsPerThread; ++r) {
-        softmax.raise_max(scores, r);
-        maxima[r] = softmax.row_max[r];
+        softmax.follow(scores, r);
+        references[r] = softmax.reference[r];
         softmax.exponentiate(scores, r);
       }
       float normalise[kRowsPerThread], lse[kRowsPerThread];
       softmax.finish(normalise, lse, sinks);
       for (int r = 0; r < kRowsPerThread; ++r) {
         CHECK(close(lse[r], (largest + std::log2(sums[r])) * std::log(2.0), 1e-5));
-        // normalise turns exp2(score - maximum) into exp2(score) / sum.
-        CHECK(close(normalise[r], empty ? 0.0 : std::exp2(maxima[r] - largest) / sums[r], 1e-5));
+        // normalise turns exp2(score - reference) into exp2(score) / sum.
+        CHECK(close(normalise[r], empty ? 0.0 : std::exp2(references[r] - largest) / sums[r], 1e-5));
         if (sink == -INFINITY && !empty) CHECK(normalise[r] == 1.f / softmax.row_sum[r]);
       }
     }

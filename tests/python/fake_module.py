@@ -105,9 +105,18 @@ class FakeModule:
     def _row(self, kind: str, head_dim: int, head_dim_v: int) -> dict[str, object]:
         numbers = {"tile_m": 128, "tile_n": 160, "stages": 2, "q_stages": 1, "consumer_warpgroups": 2, "threads": 384}
         registers = {"producer_registers": 24, "consumer_registers": 240, "smem_bytes": 200000}
-        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "flops": 1.0, "bytes": 2.0, "packed_heads": 1}
+        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "flops": 1.0, "bytes": 2.0}
+        shared = {"cluster": 2, "packed_heads": 1}
         config = f"{kind}_hd{head_dim}_m128_n160"
-        return {"config": config, "head_dim": head_dim, "head_dim_v": head_dim_v, **numbers, **registers, **work}
+        return {
+            "config": config,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim_v,
+            **numbers,
+            **registers,
+            **work,
+            **shared,
+        }
 
     def forward_plan(
         self,

@@ -164,6 +164,7 @@ typedef struct {
   int64_t smem_bytes, grid, tiles;
   int64_t workspace_bytes;
   double flops, bytes;   // of the kept scores' GEMMs (2 forward, 5 backward), and of all inputs and outputs
+  int32_t cluster;       // thread blocks that load keys and values for one another; of a row alone: at most
   int32_t packed_heads;  // query heads that share a forward tile
 } flashhopper_plan;
 

@@ -15,6 +15,10 @@ struct ForwardConsumer {
   using Args = typename Traits::Args;
   static constexpr int kScores = Traits::kTileN / 2;      // floats of S in one thread
   static constexpr int kOutputs = Traits::kHeadDimV / 2;  // floats of O in one thread
+  static constexpr bool kShares = Traits::kConfig.cluster > 1;
+  // Keys are passed on while the tile before still holds values: no more blocks than the ring has slots, or values
+  // would block the way of the keys.
+  static_assert(!kShares || Traits::kTileM <= Traits::kStages * Traits::kTileN);
 
   Args const& args;
   ForwardStorage<Traits>& storage;
@@ -50,7 +54,7 @@ struct ForwardConsumer {
   // The same of a slot of keys or values, at every CTA that shares them. offset: as of Barrier::arrive.
   template <class Ring>
   FLASHHOPPER_DEVICE void release(Barrier* empty, Ring& ring, uint32_t offset = 0) {
-    if constexpr (Traits::kConfig.cluster > 1) {
+    if constexpr (kShares) {
       if (lane < args.cluster) empty[ring.slot].arrive_at(lane, offset);
     } else {
       if (lane == 0) empty[ring.slot].arrive(offset);
@@ -69,6 +73,7 @@ struct ForwardConsumer {
   // Blocks of keys or values that the tile does not see, and other CTAs do: passed on unread.
   template <class Ring>
   FLASHHOPPER_DEVICE void pass_on(Barrier* full, Barrier* empty, Ring& ring, int count) {
+    if constexpr (!kShares) return;
     for (; count > 0; --count) {
       full[ring.slot].wait(ring.phase);
       release(empty, ring);
@@ -76,11 +81,14 @@ struct ForwardConsumer {
   }
   // All blocks of a tile that sees none, in the order in which they come.
   FLASHHOPPER_DEVICE void pass_on_all(int count) {
+    if constexpr (!kShares) return;
+    auto at = at_k;  // nothing is in flight: values stand where keys stand
     for (int i = 0; i < count; ++i) {
       pass_on(storage.k_full, storage.k_empty, at_k, 1);
-      if (i > 0) pass_on(storage.v_full, storage.v_empty, at_v, 1);
+      if (i > 0) pass_on(storage.v_full, storage.v_empty, at, 1);
     }
-    if (count > 0) pass_on(storage.v_full, storage.v_empty, at_v, 1);
+    if (count > 0) pass_on(storage.v_full, storage.v_empty, at, 1);
+    at_v = at;
   }
 
   // Scores of key block n outside the mask become -inf.
@@ -114,7 +122,7 @@ struct ForwardConsumer {
       SequenceTile const& tile = storage.tile[slot];
       if (tile.block < 0) return -1;
       if (visited_blocks<Traits>(args, tile).size() > 0) return slot;
-      if constexpr (Traits::kConfig.cluster > 1) pass_on_all(foreign_blocks<Traits>(args, tile));
+      pass_on_all(foreign_blocks<Traits>(args, tile));
       ThreadRows const rows = rows_of(tile);
       float const lse[kRowsPerThread] = {sink_of(args, rows.head[0]), sink_of(args, rows.head[1])};
       store_nothing_seen<Traits::kHeadDimV>(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);

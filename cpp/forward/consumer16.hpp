@@ -14,11 +14,6 @@ struct Consumer16 : ForwardConsumer<Traits> {
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
 
-  // Keys are passed on while the tile before still holds values: no more blocks than the ring has slots, or values
-  // would block the way of the keys.
-  static constexpr bool kShares = Traits::kConfig.cluster > 1;
-  static_assert(!kShares || Traits::kTileM <= Traits::kStages * Traits::kTileN);
-
   FLASHHOPPER_DEVICE void run() {
     using namespace cute;
     typename Traits::MmaQK mma_qk;
@@ -49,9 +44,7 @@ struct Consumer16 : ForwardConsumer<Traits> {
     auto start_tile = [&] {
       if (slot >= 0) {
         storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
-        if constexpr (kShares) {
-          this->pass_on(storage.k_full, storage.k_empty, at_k, foreign_blocks<Traits>(args, storage.tile[slot]));
-        }
+        this->pass_on(storage.k_full, storage.k_empty, at_k, foreign_blocks<Traits>(args, storage.tile[slot]));
         storage.k_full[at_k.slot].wait(at_k.phase);
       }
       this->wait_turn();
@@ -74,9 +67,7 @@ struct Consumer16 : ForwardConsumer<Traits> {
       do {
         SequenceTile const& tile = storage.tile[slot];
         BlockRange const blocks = visited_blocks<Traits>(args, tile);
-        if constexpr (kShares) {
-          this->pass_on(storage.v_full, storage.v_empty, at_v, foreign_blocks<Traits>(args, tile));
-        }
+        this->pass_on(storage.v_full, storage.v_empty, at_v, foreign_blocks<Traits>(args, tile));
         // Blocks whose scores are used as they are.
         BlockRange const plain = args.softcap.factor != 0.f ? BlockRange{0, 0} : unmasked_blocks<Traits>(args, tile);
         OnlineSoftmax softmax(args.softmax_scale_log2);

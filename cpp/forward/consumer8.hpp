@@ -50,6 +50,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     auto start_tile = [&] {
       if (slot >= 0) {
         storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
+        this->pass_on(storage.k_full, storage.k_empty, at_k, foreign_blocks<Traits>(args, storage.tile[slot]));
         storage.k_full[at_k.slot].wait(at_k.phase);
       }
       this->wait_turn();
@@ -86,6 +87,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
       do {
         SequenceTile const& tile = storage.tile[slot];
         BlockRange const blocks = visited_blocks<Traits>(args, tile);
+        pass_on_values(foreign_blocks<Traits>(args, tile));
         ScaledSoftmax softmax;
         float q_factor[kRowsPerThread];
         // Of the product in flight or due: the factors of what its rows have summed so far, the change of the output's
@@ -201,6 +203,17 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
  private:
+  // Without overlap V stands where K stood a block before, and nobody counts its slots.
+  FLASHHOPPER_DEVICE void pass_on_values(int count) {
+    if constexpr (kOverlaps) {
+      this->pass_on(storage.v_full, storage.v_empty, at_v, count);
+    } else {
+      auto at = at_k;
+      for (int i = 0; i < count; ++i) at = at.before();
+      this->pass_on(storage.v_full, storage.v_empty, at, count);
+    }
+  }
+
   // What turns a raw score of this row into base 2, apart from the key block's scale.
   FLASHHOPPER_DEVICE float query_factor(SequenceTile const& tile, int row) const {
     row = min_of(row, tile.rows.q.seqlen - 1);

@@ -33,17 +33,18 @@ class ScaleReader {
   float largest_ = 0.f, unit_ = 0.f;
 };
 
-// A step's rows of K or V, for this CTA or for all that share them.
-template <class Traits, int kColumns, int kBoxColumns, class Element>
-FLASHHOPPER_DEVICE void load_rows(ForwardArgs const& args, CUtensorMap const& map, Barrier& full, Element* smem,
-                                  KeyPlace const& place, int row, int rank) {
+// A tile of K or V, for this CTA or for all that share it. rank: of this CTA, counted from the one that brings the
+// first box.
+template <class Traits, int kRows, int kColumns, int kBoxColumns, class Element>
+FLASHHOPPER_DEVICE void load_keys(ForwardArgs const& args, CUtensorMap const& map, Barrier& full, Element* smem,
+                                  KeyPlace const& place, int row, int rank, int first_column = 0) {
   constexpr int kCluster = Traits::kConfig.cluster;
   if (kCluster > 1 && args.cluster > 1) {
-    tma_load_shared<Traits::kTileN, kColumns, kBoxColumns, kCluster>(map, full, L2Hint::kEvictLast, smem, place.origin,
-                                                                     args.wrap, row, place.kv_head, rank);
+    tma_load_shared<kRows, kColumns, kBoxColumns, kCluster>(map, full, L2Hint::kEvictLast, smem, place.origin,
+                                                            args.wrap, row, place.kv_head, rank, first_column);
   } else {
-    tma_load_sequence<Traits::kTileN, kColumns, kBoxColumns>(map, full, L2Hint::kEvictLast, smem, place.origin,
-                                                             args.wrap, row, place.kv_head);
+    tma_load_sequence<kRows, kColumns, kBoxColumns>(map, full, L2Hint::kEvictLast, smem, place.origin, args.wrap, row,
+                                                    place.kv_head, first_column);
   }
 }
 
@@ -60,13 +61,14 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     if (v_row < 0) return;
     storage.v_empty[at_v.slot].wait(at_v.phase ^ 1);
     KeyPlace const v = storage.keys[v_tile];
+    // Where K and V are a box each, one CTA brings K and the other V.
+    int const rank = places.rank ^ (args.cluster - 1);
     if constexpr (Traits::kIs8Bit) {  // V lies transposed
-      tma_load_sequence<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(args.v, storage.v_full[at_v.slot],
-                                                                           L2Hint::kEvictLast, storage.v[at_v.slot],
-                                                                           v.origin, args.wrap, 0, v.kv_head, v_row);
+      load_keys<Traits, Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(args, args.v, storage.v_full[at_v.slot],
+                                                                           storage.v[at_v.slot], v, 0, rank, v_row);
     } else {
-      load_rows<Traits, Traits::kHeadDimV, Traits::kBoxColumnsV>(args, args.v, storage.v_full[at_v.slot],
-                                                                 storage.v[at_v.slot], v, v_row, places.rank);
+      load_keys<Traits, Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
+          args, args.v, storage.v_full[at_v.slot], storage.v[at_v.slot], v, v_row, rank);
     }
     at_v.advance();
     v_row = -1;
@@ -98,8 +100,8 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
       }
       KeyPlace const k = storage.keys[slot];
-      load_rows<Traits, Traits::kHeadDim, Traits::kBoxColumns>(
-          args, args.k, storage.k_full[at_k.slot], storage.k[at_k.slot], k, n * Traits::kTileN, source.places.rank);
+      load_keys<Traits, Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
+          args, args.k, storage.k_full[at_k.slot], storage.k[at_k.slot], k, n * Traits::kTileN, places.rank);
       at_k.advance();
       load_due_values();
       v_row = n * Traits::kTileN;

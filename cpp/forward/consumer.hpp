@@ -124,7 +124,8 @@ struct ForwardConsumer {
       if (visited_blocks<Traits>(args, tile).size() > 0) return slot;
       pass_on_all(foreign_blocks<Traits>(args, tile));
       ThreadRows const rows = rows_of(tile);
-      float const lse[kRowsPerThread] = {sink_of(args, rows.head[0]), sink_of(args, rows.head[1])};
+      float lse[kRowsPerThread];
+      load_sinks(args, rows.head, lse);
       store_nothing_seen<Traits::kHeadDimV>(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
       store_unused<Traits::kHeadDimV>(args, tile, rows, lane);
       reader.hand_back(slot, lane == 0);

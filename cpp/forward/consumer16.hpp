@@ -108,8 +108,8 @@ struct Consumer16 : ForwardConsumer<Traits> {
         }
         this->release_queries();
         issue_pv();
-        // Asked for here: what follows hides its latency.
-        float sink[kRowsPerThread] = {sink_of(args, this->head(tile, 0)), sink_of(args, this->head(tile, 1))};
+        float sink[kRowsPerThread];
+        load_sinks(args, {this->head(tile, 0), this->head(tile, 1)}, sink);  // here: what follows hides its latency
         int const done = slot;
         slot = -1;
         // With a second slot the next queries are there, and their first scores keep the tensor cores busy while this

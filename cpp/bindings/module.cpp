@@ -258,13 +258,26 @@ void backward(std::array<Tensor, 8> const& tensors, std::array<intptr_t, 9> cons
   run(flashhopper_backward, params);
 }
 
+// Of a packed batch, all 0 in a dense one: addresses of cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k and, for
+// attention, packed_workspace; rows of q and k.
+using Offsets = std::array<intptr_t, 5>;
+using Totals = std::array<int64_t, 2>;
+
+template <class Params>
+void set_packing(Params& params, Offsets const& offsets, Totals const& totals) {
+  int32_t const** const targets[] = {&params.cu_seqlens_q, &params.cu_seqlens_k, &params.seqused_q, &params.seqused_k};
+  for (size_t i = 0; i < 4; ++i) *targets[i] = reinterpret_cast<int32_t const*>(offsets[i]);
+  params.total_q = totals[0];
+  params.total_k = totals[1];
+}
+
 // Flags of quantize; engine/hopper_quantize.py has them too.
 enum { kRotate = 1, kSmoothK = 2, kCenterV = 4 };
 
 // outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean.
 void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 9> const& outputs, intptr_t signs,
               Sizes const& sizes, std::array<int64_t, 2> const& columns, int dtype, int format, int flags, int q_block,
-              intptr_t stream) {
+              Offsets const& offsets, Totals const& totals, intptr_t stream) {
   flashhopper_quantize_params params{};
   flashhopper_tensor* const targets[] = {&params.q, &params.k, &params.v};
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -293,6 +306,7 @@ void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 9> cons
   params.q_block = q_block;
   params.dtype = dtype;
   params.format = format;
+  set_packing(params, offsets, totals);
   params.stream = reinterpret_cast<void*>(stream);
   run(flashhopper_quantize, params);
 }
@@ -311,21 +325,26 @@ void transpose_values(Tensor const& v, intptr_t v8, int64_t batch, int64_t kv_he
 }
 
 // 8-bit attention of contiguous tensors; addresses, 0 for what the recipe lacks: q, k, v, q_scale, k_scale, v_scale,
-// lse_shift, v_mean. columns: of q and k, and of v. blocks: rows of one scale of q, k and v.
+// lse_shift, v_mean. columns: of q and k, and of v; keys: of v. blocks: rows of one scale of q, k and v.
 void forward8(std::array<intptr_t, 8> const& addresses, Tensor const& out, intptr_t lse, intptr_t workspace,
-              Sizes const& sizes, std::array<int64_t, 2> const& columns, std::array<int64_t, 3> const& blocks,
-              int format, int dtype, double softmax_scale, int sm_margin, intptr_t stream) {
+              Sizes const& sizes, std::array<int64_t, 2> const& columns, int64_t keys,
+              std::array<int64_t, 3> const& blocks, int format, int dtype, double softmax_scale, int sm_margin,
+              Offsets const& offsets, Totals const& totals, intptr_t stream) {
   flashhopper_forward8_params params{};
   set_problem(params, sizes, softmax_scale, dtype, sm_margin);
   params.columns = columns[0];
   params.columns_v = columns[1];
-  params.keys = (params.seqlen_k + 127) / 128 * 128;
+  params.keys = keys;
+  set_packing(params, offsets, totals);
+  params.packed_workspace = reinterpret_cast<void*>(offsets[4]);
+  bool const is_packed = params.cu_seqlens_q != nullptr;
   auto const contiguous = [](intptr_t address, int64_t rows, int64_t row, int64_t heads, bool heads_outside) {
     return flashhopper_tensor{reinterpret_cast<void*>(address), rows * heads * row, heads_outside ? row : heads * row,
                               heads_outside ? rows * row : row};
   };
-  params.q = contiguous(addresses[0], params.seqlen_q, params.columns, params.heads, false);
-  params.k = contiguous(addresses[1], params.seqlen_k, params.columns, params.kv_heads, false);
+  int64_t const rows_q = is_packed ? totals[0] : params.seqlen_q, rows_k = is_packed ? totals[1] : params.seqlen_k;
+  params.q = contiguous(addresses[0], rows_q, params.columns, params.heads, false);
+  params.k = contiguous(addresses[1], rows_k, params.columns, params.kv_heads, false);
   params.v = contiguous(addresses[2], params.columns_v, params.keys, params.kv_heads, true);
   params.out = {reinterpret_cast<void*>(out[0]), out[1], out[2], out[3]};
   float const** const floats[] = {&params.q_scale, &params.k_scale, &params.v_scale, &params.lse_shift, &params.v_mean};

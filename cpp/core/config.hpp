@@ -31,7 +31,7 @@ struct ForwardConfig {
 
 // clang-format off: one row a line, cmake/instances.cmake reads them.
 inline constexpr ForwardConfig kForwardConfigs[] = {
-    {.name = "fwd_hd64_m192_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 192, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true, .cluster = 2},
+    {.name = "fwd_hd64_m192_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 192, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true},
     {.name = "fwd_hd96_m128_n160", .head_dim = 96, .head_dim_v = 96, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = true},
     {.name = "fwd_hd128_m128_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 128, .stages = 2, .q_stages = 2, .ping_pong = true, .cluster = 2},
     {.name = "fwd_hd128_m128_n160", .head_dim = 128, .head_dim_v = 128, .tile_m = 128, .tile_n = 160, .stages = 2, .q_stages = 2, .ping_pong = false, .cluster = 2},

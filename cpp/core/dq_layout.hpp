@@ -4,16 +4,10 @@
 #pragma once
 
 #include "core/backward_config.hpp"
+#include "core/seqlen.hpp"
 #include "core/softmax.hpp"
 
 namespace flashhopper {
-
-// Chunks of a head of a packed batch, of tile_m rows: where a sequence's first one stands follows from its offset
-// alone. Sequences do not share chunks, most_packed_blocks() are enough, and some stay unused. Sequence: its number in
-// the batch.
-FLASHHOPPER_HOST_DEVICE constexpr int first_packed_chunk(int begin, int sequence, int tile_m) {
-  return begin / tile_m + sequence;
-}
 
 struct DqElement {
   int row;     // query within the block

@@ -27,10 +27,11 @@ struct PackedRows {
   int const* seqused;     // (batch), or null: all rows exist
   int total;              // rows of the tensor
 
+  FLASHHOPPER_HOST_DEVICE int begin(int sequence) const { return inside(cu_seqlens[sequence], 0); }
   // Whatever the offsets hold, the result lies inside the tensor. Sequence `batch` is what lies behind the last one:
   // none of it exists.
   FLASHHOPPER_HOST_DEVICE SequenceRows at(int sequence, int batch) const {
-    int const begin = inside(cu_seqlens[sequence], 0);
+    int const begin = this->begin(sequence);
     if (sequence == batch) return {begin, total - begin, 0};
     int const rows = inside(cu_seqlens[sequence + 1], begin) - begin;
     return {begin, rows, seqused == nullptr ? rows : max_of(0, min_of(seqused[sequence], rows))};
@@ -95,6 +96,30 @@ FLASHHOPPER_HOST_DEVICE int first_end_beyond(int const* ends, int count, int pla
 // Blocks that a list may need: each sequence, and what lies behind the last, ends with a block of its own.
 constexpr int64_t most_packed_blocks(int64_t batch, int64_t total_rows, int tile) {
   return total_rows / tile + batch + 1;
+}
+
+// Chunks of `rows` rows that no two sequences share, in memory for most_packed_blocks() of them: where a sequence's
+// first one stands follows from its offset alone, and some chunks stay unused. sequence: its number in the batch.
+FLASHHOPPER_HOST_DEVICE constexpr int first_packed_chunk(int begin, int sequence, int rows) {
+  return begin / rows + sequence;
+}
+
+// Back again: the last sequence that begins at a chunk or before it; one of `batch`, whatever the offsets hold.
+// count(is): for how many lanes 0 .. 31 is(lane) holds. Lanes share the search, each round leaves a 32nd.
+template <class Count>
+FLASHHOPPER_HOST_DEVICE int sequence_of_chunk(PackedRows const& all, int batch, int chunk, int rows,
+                                              Count const& count) {
+  int low = 0, high = batch;
+  while (high - low > 1) {
+    int const step = ceil_div(high - low, 32);
+    int const begun = count([&](int lane) {
+      int const sequence = low + lane * step;
+      return sequence < high && first_packed_chunk(all.begin(sequence), sequence, rows) <= chunk;
+    });
+    low += max_of(0, begun - 1) * step;
+    high = min_of(high, low + step);
+  }
+  return low;
 }
 
 }  // namespace flashhopper

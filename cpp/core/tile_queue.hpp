@@ -13,7 +13,8 @@ namespace flashhopper {
 
 // Where the places of a CTA come from: its first is its block index, later ones the device-wide counter gives.
 struct PlaceCounter {
-  int* counters;  // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
+  static constexpr int rank = 0;  // of a CTA that walks alone
+  int* counters;                  // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
 
   FLASHHOPPER_DEVICE int first() const { return static_cast<int>(blockIdx.x); }
   // Asks for a place; settle() returns it, when the caller has no other work to do.

@@ -38,14 +38,13 @@ FLASHHOPPER_DEVICE void tma_load_sequence(CUtensorMap const& map, Barrier& full,
 // with that of its rank, to the same place in all of them, and each barrier counts what arrives in its own CTA.
 template <int kRows, int kHeadDim, int kBoxColumns, int kCluster, class Element>
 FLASHHOPPER_DEVICE void tma_load_shared(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem,
-                                        RowOrigin const& origin, int wrap, int row, int head, int rank,
-                                        int first_column = 0) {
+                                        RowOrigin const& origin, int wrap, int row, int head, int rank) {
   full.arrive_and_expect(kRows * kHeadDim * int{sizeof(Element)});
 #pragma unroll 1
   for (int column = rank * kBoxColumns; column < kHeadDim; column += kCluster * kBoxColumns) {
     cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, &full.state, static_cast<uint16_t>((1 << kCluster) - 1),
-                                           static_cast<uint64_t>(hint), smem + column * kRows, first_column + column,
-                                           origin.row + row, head, origin.outer, wrap);
+                                           static_cast<uint64_t>(hint), smem + column * kRows, column, origin.row + row,
+                                           head, origin.outer, wrap);
   }
 }
 

@@ -42,14 +42,17 @@ struct ForwardArgs {
   BatchSchedule schedule;
 };
 
-// What 8-bit operands bring along. Element = data * scale; a block of 0 rows means one scale for the whole head.
+// What 8-bit operands bring along. Element = data * scale. In a packed batch all of it but v_mean is without the batch
+// dimension, the scales of a sequence beginning at first_packed_chunk().
 struct Forward8Args : ForwardArgs {
-  float const* q_scale;    // (batch, heads, ceil(seqlen_q / q_block))
+  float const* q_scale;    // (batch, heads, scales of one head)
   float const* k_scale;    // (batch, kv_heads, k_scales): of each block of kScaleBlock keys, or one for all
   float const* v_scale;    // likewise
-  float const* lse_shift;  // (batch, heads, seqlen_q), times softmax_scale is added to lse; or null
+  float const* lse_shift;  // as lse, times softmax_scale is added to it; or null
   float const* v_mean;     // (batch, kv_heads, head_dim_v), added to each row that sees a key; or null
-  int q_block, q_scales;   // rows of one scale, scales of one head
+  int q_block;             // rows of one scale
+  int64_t q_scale_batch,
+      q_scale_head;        // strides; packed, q_scale_batch steps over the chunk that sequences do not share
   int k_scales, v_scales;  // of one head
   int v_mean_columns;      // of one head
   float softmax_scale;
@@ -109,6 +112,7 @@ FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceT
 }
 
 // The work tiles as the queue hands them out.
+template <class Traits>
 struct QueryTiles {
   ForwardArgs const& args;
   int rank;  // of this CTA in its cluster
@@ -116,7 +120,7 @@ struct QueryTiles {
   FLASHHOPPER_DEVICE int total() const { return args.schedule.total(); }
   FLASHHOPPER_DEVICE void put(int place, SequenceTile& tile) const {
     args.schedule.put(place, tile);
-    tile.block = tile.block * args.cluster + rank;
+    if constexpr (Traits::kConfig.cluster > 1) tile.block = tile.block * args.cluster + rank;
   }
 };
 

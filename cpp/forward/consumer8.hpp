@@ -50,7 +50,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
     auto start_tile = [&] {
       if (slot >= 0) {
         storage.q_full[warpgroup][at_q.slot].wait(at_q.phase);
-        this->pass_on(storage.k_full, storage.k_empty, at_k, foreign_blocks<Traits>(args, storage.tile[slot]));
         storage.k_full[at_k.slot].wait(at_k.phase);
       }
       this->wait_turn();
@@ -87,7 +86,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
       do {
         SequenceTile const& tile = storage.tile[slot];
         BlockRange const blocks = visited_blocks<Traits>(args, tile);
-        pass_on_values(foreign_blocks<Traits>(args, tile));
         ScaledSoftmax softmax;
         float q_factor[kRowsPerThread];
         // Of the product in flight or due: the factors of what its rows have summed so far, the change of the output's
@@ -203,22 +201,11 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
  private:
-  // Without overlap V stands where K stood a block before, and nobody counts its slots.
-  FLASHHOPPER_DEVICE void pass_on_values(int count) {
-    if constexpr (kOverlaps) {
-      this->pass_on(storage.v_full, storage.v_empty, at_v, count);
-    } else {
-      auto at = at_k;
-      for (int i = 0; i < count; ++i) at = at.before();
-      this->pass_on(storage.v_full, storage.v_empty, at, count);
-    }
-  }
-
   // What turns a raw score of this row into base 2, apart from the key block's scale.
   FLASHHOPPER_DEVICE float query_factor(SequenceTile const& tile, int row) const {
     row = min_of(row, tile.rows.q.seqlen - 1);
-    int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
-    return args.q_scale[head * args.q_scales + (args.q_block > 0 ? row / args.q_block : 0)] * args.softmax_scale_log2;
+    float const* const scale = args.q_scale + tile.batch * args.q_scale_batch + tile.head * args.q_scale_head;
+    return scale[tile.rows.q.begin / args.q_block + row / args.q_block] * args.softmax_scale_log2;
   }
 
   // A factor of 0 would turn scores that the mask made -inf into NaN; NaN stays as it is.
@@ -254,11 +241,12 @@ struct Consumer8 : ForwardConsumer<Traits> {
                                       float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
     ThreadRows const rows = this->rows_of(tile);
     if (args.lse_shift != nullptr) {
-      int64_t const head = int64_t{tile.batch} * args.schedule.dense.heads + tile.head;
+      float const* const shift =
+          args.lse_shift + tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
       FLASHHOPPER_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) {
         int const row = min_of(rows.position[r], tile.rows.q.seqlen - 1);
-        lse[r] += args.softmax_scale * args.lse_shift[head * tile.rows.q.seqlen + row];
+        lse[r] += args.softmax_scale * shift[row];
       }
     }
     store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
@@ -283,6 +271,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     } else {
       store_output<element::fp16>(args, tile, outputs, rows, lane);
     }
+    store_unused<Traits::kHeadDimV>(args, tile, rows, lane);
   }
 };
 

@@ -11,12 +11,17 @@
 
 namespace flashhopper {
 
+FLASHHOPPER_DEVICE ScalePlace scale_place(ForwardArgs const& args, SequenceTile const& tile) {
+  if (args.wrap == 0) return {static_cast<int>(kv_head_of(args, tile)), 0};
+  return {tile.head / args.group, first_packed_chunk(tile.rows.k.begin, tile.batch, kScaleBlock)};
+}
+
 // The scales of one step of a tile after the other.
 class ScaleReader {
  public:
-  FLASHHOPPER_DEVICE StepScales next(Forward8Args const& args, Tile const& tile, int key) {
-    int64_t const head = kv_head_of(args, tile);
-    int const block = key / kScaleBlock;
+  FLASHHOPPER_DEVICE StepScales next(Forward8Args const& args, ScalePlace const& place, int key) {
+    int64_t const head = place.head;
+    int const block = place.first_block + key / kScaleBlock;
     float const k = args.k_scale[head * args.k_scales + min_of(block, args.k_scales - 1)];
     float const v = args.v_scale[head * args.v_scales + min_of(block, args.v_scales - 1)];
     largest_ = fmaxf(largest_, v);
@@ -33,18 +38,26 @@ class ScaleReader {
   float largest_ = 0.f, unit_ = 0.f;
 };
 
-// A tile of K or V, for this CTA or for all that share it. rank: of this CTA, counted from the one that brings the
-// first box.
-template <class Traits, int kRows, int kColumns, int kBoxColumns, class Element>
-FLASHHOPPER_DEVICE void load_keys(ForwardArgs const& args, CUtensorMap const& map, Barrier& full, Element* smem,
-                                  KeyPlace const& place, int row, int rank, int first_column = 0) {
+// A step's rows of K or V in 16 bits, for this CTA or for all that share them.
+template <class Traits, int kColumns, int kBoxColumns, class Element>
+FLASHHOPPER_DEVICE void load_rows(ForwardArgs const& args, CUtensorMap const& map, Barrier& full, Element* smem,
+                                  KeyPlace const& place, int row, int rank) {
   constexpr int kCluster = Traits::kConfig.cluster;
   if (kCluster > 1 && args.cluster > 1) {
-    tma_load_shared<kRows, kColumns, kBoxColumns, kCluster>(map, full, L2Hint::kEvictLast, smem, place.origin,
-                                                            args.wrap, row, place.kv_head, rank, first_column);
+    tma_load_shared<Traits::kTileN, kColumns, kBoxColumns, kCluster>(map, full, L2Hint::kEvictLast, smem, place.origin,
+                                                                     args.wrap, row, place.kv_head, rank);
   } else {
-    tma_load_sequence<kRows, kColumns, kBoxColumns>(map, full, L2Hint::kEvictLast, smem, place.origin, args.wrap, row,
-                                                    place.kv_head, first_column);
+    tma_load_sequence<Traits::kTileN, kColumns, kBoxColumns>(map, full, L2Hint::kEvictLast, smem, place.origin,
+                                                             args.wrap, row, place.kv_head);
+  }
+}
+
+template <class Traits>
+FLASHHOPPER_DEVICE auto make_places(ForwardArgs const& args, ForwardStorage<Traits>& storage) {
+  if constexpr (Traits::kConfig.cluster > 1) {
+    return ClusterPlaces(args.workspace, storage.mailbox, args.cluster);
+  } else {
+    return PlaceCounter{args.workspace};
   }
 }
 
@@ -52,8 +65,8 @@ FLASHHOPPER_DEVICE void load_keys(ForwardArgs const& args, CUtensorMap const& ma
 // also across tiles: the first keys of the next tile arrive while this one still multiplies its last values.
 template <class Traits>
 FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& args, ForwardStorage<Traits>& storage) {
-  ClusterPlaces const places(args.workspace, storage.mailbox, args.cluster);
-  QueryTiles const tiles{args, places.rank};
+  auto const places = make_places<Traits>(args, storage);
+  QueryTiles<Traits> const tiles{args, places.rank};
   RingPosition<Traits::kStages> at_k, at_v;
   // The value block that is due, none while v_row < 0. Its tile's slot is still there: consumers have yet to use it.
   int v_row = -1, v_tile = 0;
@@ -61,14 +74,15 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     if (v_row < 0) return;
     storage.v_empty[at_v.slot].wait(at_v.phase ^ 1);
     KeyPlace const v = storage.keys[v_tile];
-    // Where K and V are a box each, one CTA brings K and the other V.
-    int const rank = places.rank ^ (args.cluster - 1);
-    if constexpr (Traits::kIs8Bit) {  // V lies transposed
-      load_keys<Traits, Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(args, args.v, storage.v_full[at_v.slot],
-                                                                           storage.v[at_v.slot], v, 0, rank, v_row);
+    if constexpr (Traits::kIs8Bit) {
+      // V lies transposed, zeros behind each sequence: its map needs no bound of a sequence, and never wraps.
+      RowOrigin const channels{0, args.wrap != 0 ? 0 : v.origin.outer};
+      tma_load_sequence<Traits::kHeadDimV, Traits::kTileN, Traits::kTileN>(
+          args.v, storage.v_full[at_v.slot], L2Hint::kEvictLast, storage.v[at_v.slot], channels, 0, 0, v.kv_head,
+          storage.scale_places[v_tile].first_block * kScaleBlock + v_row);
     } else {
-      load_keys<Traits, Traits::kTileN, Traits::kHeadDimV, Traits::kBoxColumnsV>(
-          args, args.v, storage.v_full[at_v.slot], storage.v[at_v.slot], v, v_row, rank);
+      load_rows<Traits, Traits::kHeadDimV, Traits::kBoxColumnsV>(args, args.v, storage.v_full[at_v.slot],
+                                                                 storage.v[at_v.slot], v, v_row, places.rank);
     }
     at_v.advance();
     v_row = -1;
@@ -80,6 +94,7 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
     SequenceTile const& tile = storage.tile[slot];
     BlockRange const blocks = shared_blocks<Traits>(args, tile);
     storage.keys[slot] = {row_origin(args.wrap != 0, tile.rows.k, tile.batch), tile.head / args.group};
+    if constexpr (Traits::kIs8Bit) storage.scale_places[slot] = scale_place(args, tile);
     int place = -1;
     [[maybe_unused]] ScaleReader scale_reader;
     if (blocks.size() == 0) {
@@ -93,14 +108,14 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
       if (n == blocks.begin) place = source.take();
       if constexpr (Traits::kIs8Bit) {
         // Asked for in front of the wait, which hides their latency.
-        StepScales const scales = scale_reader.next(args, tile, n * Traits::kTileN);
+        StepScales const scales = scale_reader.next(args, storage.scale_places[slot], n * Traits::kTileN);
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
         storage.scales[at_k.slot] = scales;
       } else {
         storage.k_empty[at_k.slot].wait(at_k.phase ^ 1);
       }
       KeyPlace const k = storage.keys[slot];
-      load_keys<Traits, Traits::kTileN, Traits::kHeadDim, Traits::kBoxColumns>(
+      load_rows<Traits, Traits::kHeadDim, Traits::kBoxColumns>(
           args, args.k, storage.k_full[at_k.slot], storage.k[at_k.slot], k, n * Traits::kTileN, places.rank);
       at_k.advance();
       load_due_values();

@@ -14,6 +14,13 @@ struct KeyPlace {
   int kv_head;
 };
 
+// 8 bits alone: which row of the scales of K and V is a tile's, and where in it those of its sequence begin. V, whose
+// keys are padded to blocks, begins at the same block.
+struct ScalePlace {
+  int head;
+  int first_block;
+};
+
 // What a step of 8 bits multiplies by. The output is summed in units of the scale of the values added last.
 struct alignas(16) StepScales {
   float k;       // of the keys
@@ -46,9 +53,10 @@ struct ForwardStorage {
   // Arrives: each query warp and each consumer warp. Waits: the key-value warp.
   Barrier tile_empty[kTileSlots];
 
-  SequenceTile tile[kTileSlots];  // block < 0: no more work
-  KeyPlace keys[kTileSlots];      // of each tile; the key-value warp alone reads and writes them
-  Mailbox mailbox;                // of the scheduler, where CTAs share keys
+  SequenceTile tile[kTileSlots];        // block < 0: no more work
+  KeyPlace keys[kTileSlots];            // of each tile; the key-value warp alone reads and writes them
+  ScalePlace scale_places[kTileSlots];  // likewise
+  Mailbox mailbox;                      // of the scheduler, where CTAs share keys
   // 8 bits alone: of the key block in a slot of K and the values that belong to it. There with K.
   StepScales scales[Traits::kStages];
 

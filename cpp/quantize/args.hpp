@@ -6,11 +6,26 @@
 
 #include <cstdint>
 
+#include "core/seqlen.hpp"
 #include "core/value_layout.hpp"
 
 namespace flashhopper {
 
-// A tensor (batch, seqlen, heads, head_dim) that is read; strides in elements, the last one 1.
+// How the rows of all heads of a tensor divide into blocks, of 128 rows but for means, and where what belongs to them
+// stands: in a dense batch by (batch, head), in a packed one by head alone, rows and blocks of the sequences one behind
+// the other (first_packed_chunk()).
+struct RowBlocks {
+  PackedRows packed;  // cu_seqlens null: a dense batch
+  int batch, heads;
+  int rows;      // of one head: dense, of one sequence; packed, of the tensor
+  int per_head;  // blocks of these rows; packed: most_packed_blocks()
+  int tasks;     // blocks of all heads
+
+  FLASHHOPPER_HOST_DEVICE bool is_packed() const { return packed.cu_seqlens != nullptr; }
+};
+
+// A tensor (batch, seqlen, heads, head_dim), or (total, heads, head_dim), that is read; strides in elements, the last
+// one 1.
 struct SourceView {
   void const* data;
   int64_t batch_stride, row_stride, head_stride;
@@ -19,18 +34,18 @@ struct SourceView {
 };
 
 // Q or K: rows that are rotated, scaled and cast. Work is a block of 128 rows of one head; heads are the inner index,
-// because the rows of all heads lie side by side in memory.
+// because the rows of all heads lie side by side in memory. Shapes are a dense batch's; a packed one has no batch
+// dimension, but for the means.
 struct RowsOperand {
   SourceView source;
+  RowBlocks blocks;
   uint8_t* data;      // (batch, seqlen, heads, computed head dim)
   float* scale;       // (batch, heads, scales of one head)
   float const* mean;  // (batch, mean_heads, computed head dim), or null
   float* shift;       // Q alone: (batch, heads, seqlen) row . mean, or null
   int subtract;       // K: the mean is taken from the rows. Q: it is only multiplied with them
-  int heads, mean_heads;
-  int seqlen, blocks;
+  int mean_heads;
   int per_row;  // a scale for each row, not for each block
-  int tasks;
 };
 
 struct RowsArgs {
@@ -41,20 +56,32 @@ struct RowsArgs {
 
 struct ValuesArgs {
   SourceView source;
-  uint8_t* data;      // (batch, heads, computed head dim, keys), keys = 128 * blocks
+  RowBlocks blocks;
+  uint8_t* data;      // (batch, heads, computed head dim, keys), keys = 128 * blocks.per_head
   float* scale;       // (batch, heads, blocks)
   float const* mean;  // (batch, heads, computed head dim), or null
-  int heads, seqlen, blocks, tasks;
 };
 
-// One tensor whose column means are wanted, in two stages: sums of chunks of rows, then their sum in order.
+// One tensor whose column means are wanted, in two stages: sums of chunks of rows, then their sum in order. A chunk is
+// a block of a size of its own, that of its sequence.
 struct MeansOperand {
   SourceView source;
+  RowBlocks chunks;
   float* sums;  // (batch, heads, chunks, columns)
   float* mean;  // (batch, heads, columns)
-  int heads, seqlen, columns, chunk_rows, chunks;
+  int columns;
+  int most_chunks;  // of a sequence
   int batch_heads;  // 0: not wanted
 };
+
+// How a sequence divides into chunks: of at least 128 rows.
+struct Chunks {
+  int count, rows;
+};
+FLASHHOPPER_HOST_DEVICE Chunks chunks_of(int seqlen, int most) {
+  int const count = max_of(1, min_of(seqlen / kScaleBlock, most));
+  return {seqlen > 0 ? count : 0, ceil_div(seqlen, count)};
+}
 
 struct MeansArgs {
   MeansOperand operands[2];  // k, v

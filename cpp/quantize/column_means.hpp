@@ -2,8 +2,7 @@
 // src/quantize_common.cu, the one file that includes this.
 #pragma once
 
-#include "core/platform.hpp"
-#include "quantize/args.hpp"
+#include "quantize/io.hpp"
 
 namespace flashhopper {
 
@@ -15,21 +14,24 @@ __global__ void __launch_bounds__(kMeanThreads) column_means_kernel(__grid_const
   int const index = static_cast<int>(blockIdx.x);
   bool const is_v = index >= args.operands[0].batch_heads;
   MeansOperand const& operand = args.operands[is_v];
-  int64_t const batch_head = index - (is_v ? args.operands[0].batch_heads : 0);
+  int const batch_head = index - (is_v ? args.operands[0].batch_heads : 0);
+  int const sequence = batch_head / operand.chunks.heads;
+  QuantizeTask const at = first_task_of(operand.chunks, sequence, batch_head - sequence * operand.chunks.heads);
+  int const chunks = chunks_of(at.seqlen, operand.most_chunks).count;
   int const groups = kMeanThreads / operand.columns;
   int const thread = static_cast<int>(threadIdx.x), group = thread / operand.columns, column = thread % operand.columns;
   float sum = 0.f;
   if (group < groups) {
-    float const* const from = operand.sums + batch_head * operand.chunks * operand.columns + column;
+    float const* const from = operand.sums + at.block_place(operand.chunks) * operand.columns + column;
 #pragma unroll 8
-    for (int chunk = group; chunk < operand.chunks; chunk += groups) sum += from[int64_t{chunk} * operand.columns];
+    for (int chunk = group; chunk < chunks; chunk += groups) sum += from[int64_t{chunk} * operand.columns];
   }
   parts[thread] = sum;
   __syncthreads();
   if (group > 0) return;
   for (int g = 1; g < groups; ++g) sum += parts[g * operand.columns + column];
-  operand.mean[batch_head * operand.columns + column] =
-      operand.seqlen > 0 ? __fdiv_rn(sum, static_cast<float>(operand.seqlen)) : 0.f;
+  operand.mean[int64_t{batch_head} * operand.columns + column] =
+      at.seqlen > 0 ? __fdiv_rn(sum, static_cast<float>(at.seqlen)) : 0.f;
 }
 
 }  // namespace flashhopper

@@ -23,16 +23,18 @@ FLASHHOPPER_DEVICE uint4 load_vector(Element const* from, bool is_aligned) {
 template <class Element>
 __global__ void __launch_bounds__(kSumThreads) column_sums_kernel(__grid_constant__ MeansArgs const args) {
   __shared__ float sums[kSumThreads * 8];
-  int const k_chunks = args.operands[0].batch_heads * args.operands[0].chunks;
+  int const k_chunks = args.operands[0].chunks.tasks;
   bool const is_v = static_cast<int>(blockIdx.x) >= k_chunks;
   MeansOperand const& operand = args.operands[is_v];
-  QuantizeTask const at(static_cast<int>(blockIdx.x) - (is_v ? k_chunks : 0), operand.heads, operand.chunks);
+  QuantizeTask const at = task_at(operand.chunks, static_cast<int>(blockIdx.x) - (is_v ? k_chunks : 0));
+  Chunks const chunks = chunks_of(at.seqlen, operand.most_chunks);
+  if (at.block < 0 || at.block >= chunks.count) return;
   int const vectors = operand.columns / 8, groups = kSumThreads / vectors;
   int const thread = static_cast<int>(threadIdx.x), group = thread / vectors, column = thread % vectors * 8;
-  int const begin = at.block * operand.chunk_rows, end = min_of(begin + operand.chunk_rows, operand.seqlen);
+  int const begin = at.block * chunks.rows, end = min_of(begin + chunks.rows, at.seqlen);
   float sum[8] = {};
   if (group < groups && column < operand.source.head_dim) {
-    Element const* const base = source_row<Element>(operand.source, at.batch, 0, at.head) + column;
+    Element const* const base = source_row<Element>(operand.source, at, 0) + column;
     constexpr int kInFlight = 8;
     for (int row = begin + group; row < end; row += kInFlight * groups) {
       uint4 raw[kInFlight];
@@ -61,8 +63,7 @@ __global__ void __launch_bounds__(kSumThreads) column_sums_kernel(__grid_constan
   if (thread >= operand.columns) return;
   float total = 0.f;
   for (int g = 0; g < groups; ++g) total += sums[g * operand.columns + thread];
-  int64_t const batch_head = int64_t{at.batch} * operand.heads + at.head;
-  operand.sums[(batch_head * operand.chunks + at.block) * operand.columns + thread] = total;
+  operand.sums[at.block_place(operand.chunks) * operand.columns + thread] = total;
 }
 
 }  // namespace flashhopper

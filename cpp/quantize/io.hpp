@@ -7,23 +7,64 @@
 
 namespace flashhopper {
 
-// Where block `block` of head `head` of batch entry `batch` begins in the order of tasks: heads inner, batch outer.
+// A block of rows of one head. Tasks are in the order of memory: heads inner, blocks, sequences outer.
 struct QuantizeTask {
-  int head, block, batch;
+  int task;  // its number
+  int head, sequence, block;
+  int begin, seqlen;  // of the sequence: first row in its batch entry, or in the packed tensor; rows that exist
+  int first_block;    // its first block among those of its batch entry, or of the packed tensor
+  int entry;          // of the batch dimension: the sequence; 0 in a packed batch, which has none
 
-  FLASHHOPPER_DEVICE QuantizeTask(int task, int heads, int blocks) {
-    int const rest = task / heads;
-    head = task - rest * heads;
-    batch = rest / blocks;
-    block = rest - batch * blocks;
+  FLASHHOPPER_DEVICE bool has_rows() const { return block >= 0 && block * kScaleBlock < seqlen; }
+  // Of (batch, heads).
+  FLASHHOPPER_DEVICE int64_t entry_head(RowBlocks const& blocks) const { return int64_t{entry} * blocks.heads + head; }
+  FLASHHOPPER_DEVICE int64_t sequence_head(RowBlocks const& blocks) const {
+    return int64_t{sequence} * blocks.heads + head;
+  }
+  // Of (batch, heads, blocks).
+  FLASHHOPPER_DEVICE int64_t block_place(RowBlocks const& blocks) const {
+    return entry_head(blocks) * blocks.per_head + first_block + block;
+  }
+  // Of (batch, heads, seqlen).
+  FLASHHOPPER_DEVICE int64_t row_place(RowBlocks const& blocks, int position) const {
+    return entry_head(blocks) * blocks.rows + begin + position;
+  }
+  // Of (batch, seqlen, heads).
+  FLASHHOPPER_DEVICE int64_t row(RowBlocks const& blocks, int position) const {
+    return (int64_t{entry} * blocks.rows + begin + position) * blocks.heads + head;
   }
 };
 
-// First element of one row of a source.
+// The first block of a sequence and head.
+FLASHHOPPER_DEVICE QuantizeTask first_task_of(RowBlocks const& blocks, int sequence, int head) {
+  if (!blocks.is_packed()) return {0, head, sequence, 0, 0, blocks.rows, 0, sequence};
+  SequenceRows const rows = blocks.packed.at(sequence, blocks.batch);
+  return {0, head, sequence, 0, rows.begin, rows.seqlen, first_packed_chunk(rows.begin, sequence, kScaleBlock), 0};
+}
+
+// The sequence that a place among the blocks of a packed batch belongs to. All lanes of a warp ask the same.
+FLASHHOPPER_DEVICE int sequence_of_block(RowBlocks const& blocks, int place) {
+  int const lane = static_cast<int>(threadIdx.x) % 32;
+  auto const count = [&](auto const& is) { return __popc(__ballot_sync(0xffffffffu, is(lane))); };
+  return sequence_of_chunk(blocks.packed, blocks.batch, place, kScaleBlock, count);
+}
+
+// Task `task`. Of a packed batch there are more than blocks: some have no rows.
+FLASHHOPPER_DEVICE QuantizeTask task_at(RowBlocks const& blocks, int task) {
+  int const place = task / blocks.heads;
+  bool const is_packed = blocks.is_packed();
+  int const sequence = is_packed ? sequence_of_block(blocks, place) : place / blocks.per_head;
+  QuantizeTask found = first_task_of(blocks, sequence, task - place * blocks.heads);
+  found.block = is_packed ? place - found.first_block : place - sequence * blocks.per_head;
+  found.task = task;
+  return found;
+}
+
+// First element of one row of the sequence of a task.
 template <class Element>
-FLASHHOPPER_DEVICE Element const* source_row(SourceView const& view, int batch, int position, int head) {
-  return static_cast<Element const*>(view.data) + batch * view.batch_stride + position * view.row_stride +
-         head * view.head_stride;
+FLASHHOPPER_DEVICE Element const* source_row(SourceView const& view, QuantizeTask const& at, int position) {
+  return static_cast<Element const*>(view.data) + at.entry * view.batch_stride +
+         int64_t{at.begin + position} * view.row_stride + at.head * view.head_stride;
 }
 
 FLASHHOPPER_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

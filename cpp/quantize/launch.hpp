@@ -12,7 +12,7 @@ namespace flashhopper {
 template <class Element, int kDim>
 cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStream_t stream) {
   using Shape = RowsShape<kDim>;
-  int const tasks = args.operands[0].tasks + args.operands[1].tasks;
+  int const tasks = args.operands[0].blocks.tasks + args.operands[1].blocks.tasks;
   if (tasks == 0) return cudaSuccess;
   int const grid = min_of(tasks, Shape::kCtas * num_sms);
   void* parameters[] = {const_cast<RowsArgs*>(&args)};
@@ -29,8 +29,8 @@ cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStrea
 template <class Element, int kDim>
 cudaError_t launch_values(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream) {
   using Shape = ValuesShape<kDim>;
-  if (args.tasks == 0) return cudaSuccess;
-  int const grid = min_of(args.tasks, Shape::kCtas * num_sms);
+  if (args.blocks.tasks == 0) return cudaSuccess;
+  int const grid = min_of(args.blocks.tasks, Shape::kCtas * num_sms);
   void* parameters[] = {const_cast<ValuesArgs*>(&args)};
   auto const run = [&]<bool kCenter>() {
     return launch<quantize_values_kernel<Element, kDim, kCenter>>(grid, Shape::kThreads, parameters, Shape::kSmemBytes,
@@ -42,7 +42,7 @@ cudaError_t launch_values(ValuesArgs const& args, int num_sms, int device, cudaS
 template <class Element>
 cudaError_t launch_column_sums(MeansArgs const& args, int device, cudaStream_t stream) {
   int grid = 0;
-  for (MeansOperand const& operand : args.operands) grid += operand.batch_heads * operand.chunks;
+  for (MeansOperand const& operand : args.operands) grid += operand.chunks.tasks;
   if (grid == 0) return cudaSuccess;
   void* parameters[] = {const_cast<MeansArgs*>(&args)};
   return launch<column_sums_kernel<Element>>(grid, kSumThreads, parameters, 0, device, stream);

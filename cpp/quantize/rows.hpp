@@ -49,31 +49,50 @@ FLASHHOPPER_DEVICE int place(int r, int v) {
   return r * kVectors + (v ^ swizzle);
 }
 
+// A task of either operand: its number is of both together.
+struct RowsTask : QuantizeTask {
+  int is_k;
+};
+
+FLASHHOPPER_DEVICE int count_tasks(RowsArgs const& args) {
+  return args.operands[0].blocks.tasks + args.operands[1].blocks.tasks;
+}
+
+// The first task from `task` on whose block has rows, in steps of the grid; count_tasks() or more: none is left.
+FLASHHOPPER_DEVICE RowsTask next_rows(RowsArgs const& args, int task) {
+  for (; task < count_tasks(args); task += static_cast<int>(gridDim.x)) {
+    int const q_tasks = args.operands[0].blocks.tasks;
+    bool const is_k = task >= q_tasks;
+    RowsTask found{task_at(args.operands[is_k].blocks, task - (is_k ? q_tasks : 0)), is_k};
+    found.task = task;
+    if (found.has_rows()) return found;
+  }
+  return {{.task = task}, 0};
+}
+
 // Starts copying a task's block into the slots of the warp, and the mean that belongs to it.
 template <class Element, class Shape, bool kSmooth>
-FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, int task, uint4* slots, float* mean) {
-  bool const is_k = task >= args.operands[0].tasks;
-  RowsOperand const& operand = args.operands[is_k];
-  QuantizeTask const at(task - (is_k ? args.operands[0].tasks : 0), operand.heads, operand.blocks);
+FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uint4* slots, float* mean) {
+  RowsOperand const& operand = args.operands[at.is_k];
   int const thread = static_cast<int>(threadIdx.x);
   constexpr int kVectors = Shape::kHeadDim / 8;
   int const first = at.block * kScaleBlock + thread / 32 * Shape::kWarpRows;
   auto const copy = [&](int s, auto const& fetch) {
     int const r = (s * 32 + thread % 32) / kVectors, v = (s * 32 + thread % 32) % kVectors;
-    bool const exists = first + r < operand.seqlen && v * 8 < operand.source.head_dim;
-    Element const* const row = source_row<Element>(operand.source, at.batch, exists ? first + r : 0, at.head);
+    bool const exists = first + r < at.seqlen && v * 8 < operand.source.head_dim;
+    Element const* const row = source_row<Element>(operand.source, at, exists ? first + r : 0);
     fetch(slots + thread / 32 * 32 * Shape::kSlots + place<Shape>(r, v), row + v * 8, exists);
   };
   if (operand.source.vectors) {
-#pragma unroll 4
+#pragma unroll 2
     for (int s = 0; s < Shape::kSlots; ++s) copy(s, fetch_aligned);
   } else {
 #pragma unroll 1
     for (int s = 0; s < Shape::kSlots; ++s) copy(s, fetch_unaligned);
   }
   if constexpr (kSmooth) {
-    int const mean_head = at.head / (operand.heads / operand.mean_heads);
-    float const* const from = operand.mean + (int64_t{at.batch} * operand.mean_heads + mean_head) * Shape::kHeadDim;
+    int const mean_head = at.head / (operand.blocks.heads / operand.mean_heads);
+    float const* const from = operand.mean + (int64_t{at.sequence} * operand.mean_heads + mean_head) * Shape::kHeadDim;
     if (thread < Shape::kHeadDim / 4) fetch_aligned(reinterpret_cast<uint4*>(mean) + thread, from + thread * 4, true);
   }
   commit_copies();
@@ -160,9 +179,7 @@ FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask cons
     FLASHHOPPER_UNROLL
     for (int offset = 1; offset < Shape::kLanes; offset *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, offset);
     int const position = at.block * kScaleBlock + first_row<Shape>() + r * Shape::kRowsPerPass;
-    if (lane == 0 && position < operand.seqlen) {
-      operand.shift[(int64_t{at.batch} * operand.heads + at.head) * operand.seqlen + position] = dot;
-    }
+    if (lane == 0 && position < at.seqlen) operand.shift[at.row_place(operand.blocks, position)] = dot;
   }
 }
 
@@ -191,8 +208,8 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
   __shared__ __align__(16) float signs[kDim];
   __shared__ __align__(16) float means[2][kSmooth ? kDim : 4];  // two: one arrives while the other is read
   __shared__ float maxima[2][Shape::kThreads / 32];             // two, so that one barrier a block is enough
-  int const thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
-  int const tasks = args.operands[0].tasks + args.operands[1].tasks;
+  __shared__ RowsTask tasks[2][Shape::kThreads / 32];           // of each warp: the block's and the next one's
+  int const thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % Shape::kLanes;
   float const most = args.is_int8 ? 127.f : 448.f;
   float const norm = kRotate ? Shape::kNorm : 1.f;
   if constexpr (kRotate) {
@@ -200,12 +217,18 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
     __syncthreads();
   }
 
-  int task = static_cast<int>(blockIdx.x);
-  if (task < tasks) fetch_rows<Element, Shape, kSmooth>(args, task, slots, means[0]);
-  for (int parity = 0; task < tasks; task += static_cast<int>(gridDim.x), parity ^= 1) {
-    bool const is_k = task >= args.operands[0].tasks;
-    RowsOperand const& operand = args.operands[is_k];
-    QuantizeTask const at(task - (is_k ? args.operands[0].tasks : 0), operand.heads, operand.blocks);
+  auto const fetch_next = [&](int parity, int from) {
+    __syncwarp();  // the slots and the block before have been read
+    RowsTask const found = next_rows(args, from);
+    RowsTask& next = tasks[parity][warp];
+    if (thread % 32 == 0) next = found;
+    __syncwarp();
+    if (next.task < count_tasks(args)) fetch_rows<Element, Shape, kSmooth>(args, next, slots, means[parity]);
+  };
+  fetch_next(0, static_cast<int>(blockIdx.x));
+  for (int parity = 0; tasks[parity][warp].task < count_tasks(args); parity ^= 1) {
+    RowsTask const& at = tasks[parity][warp];
+    RowsOperand const& operand = args.operands[at.is_k];
     constexpr int kRowSlots = Shape::kElements / 8;
     uint4 raw[Shape::kSlots];
     wait_for_copies();
@@ -220,9 +243,7 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
       int const vector = s % kRowSlots / 2 * 2 * Shape::kLanes + 2 * lane + s % 2;
       raw[s] = slots[thread / 32 * 32 * Shape::kSlots + place<Shape>(r, vector)];
     }
-    __syncwarp();
-    int const next = task + static_cast<int>(gridDim.x);
-    if (next < tasks) fetch_rows<Element, Shape, kSmooth>(args, next, slots, means[parity ^ 1]);
+    fetch_next(parity ^ 1, at.task + static_cast<int>(gridDim.x));
     float x[Shape::kRows][Shape::kElements];
     FLASHHOPPER_UNROLL
     for (int s = 0; s < Shape::kSlots; ++s) {
@@ -238,7 +259,7 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
       FLASHHOPPER_UNROLL
       for (int e = 0; e < Shape::kElements; ++e) amax[r] = fmaxf(amax[r], fabsf(x[r][e]));
       // Rows past the end hold minus the mean.
-      amax[r] = first + r * Shape::kRowsPerPass < operand.seqlen ? amax[r] * norm : 0.f;
+      amax[r] = first + r * Shape::kRowsPerPass < at.seqlen ? amax[r] * norm : 0.f;
     }
     if (operand.per_row) {
       FLASHHOPPER_UNROLL
@@ -253,29 +274,27 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
       FLASHHOPPER_UNROLL
       for (int r = 0; r < Shape::kRows; ++r) block = fmaxf(block, amax[r]);
       block = warp_max(block);
-      if (thread % 32 == 0) maxima[parity][thread / 32] = block;
+      if (thread % 32 == 0) maxima[parity][warp] = block;
       __syncthreads();
       FLASHHOPPER_UNROLL
       for (int w = 0; w < Shape::kThreads / 32; ++w) block = fmaxf(block, maxima[parity][w]);
       FLASHHOPPER_UNROLL
       for (int r = 0; r < Shape::kRows; ++r) amax[r] = block;
     }
-    int64_t const batch_head = int64_t{at.batch} * operand.heads + at.head;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < Shape::kRows; ++r) {
       int const position = first + r * Shape::kRowsPerPass;
-      if (position >= operand.seqlen) continue;
+      if (position >= at.seqlen) continue;
       float const scale = scale_of(amax[r], most);
-      int64_t const row = (int64_t{at.batch} * operand.seqlen + position) * operand.heads + at.head;
       float const factor = norm * __frcp_rn(scale);
-      uint8_t* const to = operand.data + row * kDim + lane * 16;
+      uint8_t* const to = operand.data + at.row(operand.blocks, position) * kDim + lane * 16;
       if (args.is_int8) {
         store_row<Shape, true>(x[r], factor, to);
       } else {
         store_row<Shape, false>(x[r], factor, to);
       }
-      if (operand.per_row && lane == 0) operand.scale[batch_head * operand.seqlen + position] = scale;
-      if (!operand.per_row && r == 0 && thread == 0) operand.scale[batch_head * operand.blocks + at.block] = scale;
+      if (operand.per_row && lane == 0) operand.scale[at.row_place(operand.blocks, position)] = scale;
+      if (!operand.per_row && r == 0 && thread == 0) operand.scale[at.block_place(operand.blocks)] = scale;
     }
   }
 }

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     transpose_values_kernel(__grid_constant__ ValuesArgs const args, int columns) {
   extern __shared__ uint4 smem[];
   auto* const tile = reinterpret_cast<uint32_t*>(smem);  // see value_tile_word
-  QuantizeTask const at(static_cast<int>(blockIdx.x), args.heads, args.blocks);
+  QuantizeTask const at = task_at(args.blocks, static_cast<int>(blockIdx.x));
   int const thread = static_cast<int>(threadIdx.x), quads = columns / 4;
   constexpr int kInFlight = 4;
   for (int first = thread; first < quads * (kScaleBlock / 4); first += kInFlight * kTransposeThreads) {
@@ -35,10 +35,9 @@ __global__ void __launch_bounds__(kTransposeThreads)
       FLASHHOPPER_UNROLL
       for (int e = 0; e < 4; ++e) {
         int const position = at.block * kScaleBlock + word / 4 * kValueGroup + value_key(word % 4 * 4 + e);
-        bool const exists = word < kScaleBlock / 4 && position < args.seqlen;
-        raw[i][e] = exists ? load_bytes(source_row<uint8_t>(args.source, at.batch, position, at.head), item % quads * 4,
-                                        args.source)
-                           : 0;
+        bool const exists = word < kScaleBlock / 4 && position < at.seqlen;
+        raw[i][e] =
+            exists ? load_bytes(source_row<uint8_t>(args.source, at, position), item % quads * 4, args.source) : 0;
       }
     }
     FLASHHOPPER_UNROLL
@@ -54,8 +53,8 @@ __global__ void __launch_bounds__(kTransposeThreads)
     }
   }
   __syncthreads();
-  int64_t const keys = int64_t{args.blocks} * kScaleBlock;
-  uint8_t* const to = args.data + (int64_t{at.batch} * args.heads + at.head) * columns * keys + at.block * kScaleBlock;
+  int64_t const keys = int64_t{args.blocks.per_head} * kScaleBlock;
+  uint8_t* const to = args.data + at.entry_head(args.blocks) * columns * keys + at.block * kScaleBlock;
   for (int piece = thread; piece < columns * 8; piece += kTransposeThreads) {
     int const channel = piece / 8;
     *reinterpret_cast<uint4*>(to + channel * keys + piece % 8 * 16) =

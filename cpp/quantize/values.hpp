@@ -23,16 +23,15 @@ struct ValuesShape {
 FLASHHOPPER_DEVICE int first_key(int word) { return word / 4 * kValueGroup + value_key(word % 4 * 4); }
 
 template <class Element, class Shape>
-FLASHHOPPER_DEVICE void fetch_values(ValuesArgs const& args, int task, uint4* slots) {
-  QuantizeTask const at(task, args.heads, args.blocks);
+FLASHHOPPER_DEVICE void fetch_values(ValuesArgs const& args, QuantizeTask const& at, uint4* slots) {
   int const thread = static_cast<int>(threadIdx.x);
 #pragma unroll 1
   for (int i = 0; i < Shape::kItems; ++i) {
     int const item = i * Shape::kThreads + thread;
     int const word = item / Shape::kVectors, column = item % Shape::kVectors * 8;
     int const first = at.block * kScaleBlock + first_key(word);
-    int const left = column < args.source.head_dim ? args.seqlen - first : 0;  // rows from the first to the end
-    Element const* const row = source_row<Element>(args.source, at.batch, left > 0 ? first : 0, at.head) + column;
+    int const left = column < args.source.head_dim ? at.seqlen - first : 0;  // rows from the first to the end
+    Element const* const row = source_row<Element>(args.source, at, left > 0 ? first : 0) + column;
     uint4* const to = slots + 4 * i * Shape::kThreads + thread;
     if (args.source.vectors) {
       FLASHHOPPER_UNROLL
@@ -55,10 +54,10 @@ template <class Element, class Shape, bool kCenter, class Use>
 FLASHHOPPER_DEVICE void for_pairs(ValuesArgs const& args, QuantizeTask const& at, uint4 const* raw, int item,
                                   Use const& use) {
   int const word = item / Shape::kVectors, column = item % Shape::kVectors * 8;
-  int const left = args.seqlen - at.block * kScaleBlock - first_key(word);
+  int const left = at.seqlen - at.block * kScaleBlock - first_key(word);
   float const* means = nullptr;
   if constexpr (kCenter) {
-    means = args.mean + (int64_t{at.batch} * args.heads + at.head) * (Shape::kVectors * 8) + column;
+    means = args.mean + at.sequence_head(args.blocks) * (Shape::kVectors * 8) + column;
   }
   FLASHHOPPER_UNROLL
   for (int j = 0; j < 8; j += 2) {
@@ -80,6 +79,16 @@ FLASHHOPPER_DEVICE void for_pairs(ValuesArgs const& args, QuantizeTask const& at
   }
 }
 
+// The first task from `task` on whose block has rows, in steps of the grid; blocks.tasks or more: none is left.
+FLASHHOPPER_DEVICE QuantizeTask next_values(ValuesArgs const& args, int task) {
+  QuantizeTask at{.task = task};
+  for (; at.task < args.blocks.tasks; at.task += static_cast<int>(gridDim.x)) {
+    at = task_at(args.blocks, at.task);
+    if (at.has_rows()) break;
+  }
+  return at;
+}
+
 template <class Element, int kDim, bool kCenter>
 __global__ void __launch_bounds__(ValuesShape<kDim>::kThreads, ValuesShape<kDim>::kCtas)
     quantize_values_kernel(__grid_constant__ ValuesArgs const args) {
@@ -87,11 +96,18 @@ __global__ void __launch_bounds__(ValuesShape<kDim>::kThreads, ValuesShape<kDim>
   extern __shared__ uint4 slots[];
   auto* const tile = reinterpret_cast<uint32_t*>(slots + Shape::kSlots * Shape::kThreads);  // see value_tile_word
   __shared__ float maxima[Shape::kThreads / 32];
-  int const thread = static_cast<int>(threadIdx.x);
-  int task = static_cast<int>(blockIdx.x);
-  if (task < args.tasks) fetch_values<Element, Shape>(args, task, slots);
-  for (; task < args.tasks; task += static_cast<int>(gridDim.x)) {
-    QuantizeTask const at(task, args.heads, args.blocks);
+  __shared__ QuantizeTask tasks[2][Shape::kThreads / 32];  // of each warp: the block's and the next one's
+  int const thread = static_cast<int>(threadIdx.x), warp = thread / 32;
+  auto const fetch_next = [&](QuantizeTask& next, int from) {
+    __syncwarp();  // the block before has been read
+    QuantizeTask const found = next_values(args, from);
+    if (thread % 32 == 0) next = found;
+    __syncwarp();
+    if (next.task < args.blocks.tasks) fetch_values<Element, Shape>(args, next, slots);
+  };
+  fetch_next(tasks[0][warp], static_cast<int>(blockIdx.x));
+  for (int parity = 0; tasks[parity][warp].task < args.blocks.tasks; parity ^= 1) {
+    QuantizeTask const& at = tasks[parity][warp];
     uint4 raw[Shape::kSlots];
     wait_for_copies();
     FLASHHOPPER_UNROLL
@@ -106,11 +122,9 @@ __global__ void __launch_bounds__(ValuesShape<kDim>::kThreads, ValuesShape<kDim>
                                              amax = fmaxf(amax, fmaxf(fabsf(x[e][0]), fabsf(x[e][1])));
                                          });
     }
-    if (task + static_cast<int>(gridDim.x) < args.tasks) {
-      fetch_values<Element, Shape>(args, task + static_cast<int>(gridDim.x), slots);
-    }
+    fetch_next(tasks[parity ^ 1][warp], at.task + static_cast<int>(gridDim.x));
     amax = warp_max(amax);
-    if (thread % 32 == 0) maxima[thread / 32] = amax;
+    if (thread % 32 == 0) maxima[warp] = amax;
     __syncthreads();  // also: the tile of the block before has been read
     FLASHHOPPER_UNROLL
     for (int w = 0; w < Shape::kThreads / 32; ++w) amax = fmaxf(amax, maxima[w]);
@@ -133,16 +147,16 @@ __global__ void __launch_bounds__(ValuesShape<kDim>::kThreads, ValuesShape<kDim>
       });
     }
     __syncthreads();
-    int64_t const batch_head = int64_t{at.batch} * args.heads + at.head;
-    int64_t const keys = int64_t{args.blocks} * kScaleBlock;
-    uint8_t* const to = args.data + batch_head * kDim * keys + at.block * kScaleBlock;
+    int64_t const keys = int64_t{args.blocks.per_head} * kScaleBlock;
+    uint8_t* const to =
+        args.data + at.entry_head(args.blocks) * kDim * keys + int64_t{at.first_block + at.block} * kScaleBlock;
 #pragma unroll 2
     for (int i = 0; i < kDim * 8 / Shape::kThreads; ++i) {
       int const piece = i * Shape::kThreads + thread, channel = piece / 8;
       *reinterpret_cast<uint4*>(to + channel * keys + piece % 8 * 16) =
           *reinterpret_cast<uint4 const*>(tile + value_tile_word(channel, piece % 8 * 4));
     }
-    if (thread == 0) args.scale[batch_head * args.blocks + at.block] = scale;
+    if (thread == 0) args.scale[at.block_place(args.blocks)] = scale;
   }
 }
 

@@ -48,7 +48,19 @@ flashhopper_status check_operands(flashhopper_forward8_params const& p) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "q_block is ", p.q_block,
                      ": it must be 0 (one scale for a head) or the number of rows of one scale");
   }
-  return FLASHHOPPER_OK;
+  return check_packing(p);
+}
+
+flashhopper_status check_packed_operands(flashhopper_forward8_params const& p) {
+  int64_t const keys = kScaleBlock * most_packed_blocks(p.batch, p.total_k, kScaleBlock);
+  if (p.keys != keys || keys > INT32_MAX) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "keys is ", p.keys, ": total_k ", p.total_k, " of batch ", p.batch,
+                     " makes it ", keys, ", which must be below 2^31");
+  }
+  bool const has_rows = p.q_block == 1 || p.q_block == kScaleBlock;
+  if (has_rows && p.k_block == kScaleBlock && p.v_block == kScaleBlock) return FLASHHOPPER_OK;
+  return set_error(FLASHHOPPER_UNSUPPORTED, "q_block is ", p.q_block, ", k_block ", p.k_block, ", v_block ", p.v_block,
+                   ": packed sequences take 1 or ", kScaleBlock, " rows of q, ", kScaleBlock, " of k and v");
 }
 
 flashhopper_status choose_config(flashhopper_forward8_params const& p, Mask const& mask, int* index) {
@@ -67,17 +79,32 @@ int scales_of_head(int64_t rows, int64_t block) {
   return block == 0 || rows == 0 ? 1 : static_cast<int>((rows + block - 1) / block);
 }
 
+// Where the scales of a row of Q stand: those of head h of batch entry b, of its rows one after the other. Packed, a
+// sequence's first scale follows from its offset: with blocks, a sequence's number is added (first_packed_chunk).
+void set_query_scales(flashhopper_forward8_params const& p, Forward8Args* args) {
+  args->q_block = p.q_block == 0 ? INT32_MAX : static_cast<int>(std::min<int64_t>(p.q_block, INT32_MAX));
+  if (p.cu_seqlens_q == nullptr) {
+    args->q_scale_head = scales_of_head(p.seqlen_q, p.q_block);
+    args->q_scale_batch = p.heads * args->q_scale_head;
+  } else {
+    args->q_scale_head = p.q_block == 1 ? p.total_q : most_packed_blocks(p.batch, p.total_q, kScaleBlock);
+    args->q_scale_batch = p.q_block == 1 ? 0 : 1;
+  }
+}
+
 // Everything but the tensor maps.
 struct Launch {
   int config_index;
   int grid;
   Forward8Args args;
+  ListArgs list;  // of a packed batch
 };
 
 flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sms, Launch* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
   FLASHHOPPER_RETURN_IF_ERROR(check_operands(params));
+  if (p.is_packed) FLASHHOPPER_RETURN_IF_ERROR(check_packed_operands(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(params, p.mask(), &launch->config_index));
   Forward8Args& args = launch->args;
   args.lse.data = params.lse;
@@ -87,14 +114,39 @@ flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sm
   args.v_scale = params.v_scale;
   args.lse_shift = params.lse_shift;
   args.v_mean = params.v_mean;
-  args.q_block = static_cast<int>(std::min<int64_t>(params.q_block, INT32_MAX));
-  args.q_scales = scales_of_head(p.seqlen_q, params.q_block);
-  args.k_scales = scales_of_head(p.seqlen_k, params.k_block);
-  args.v_scales = scales_of_head(p.seqlen_k, params.v_block);
+  set_query_scales(params, &args);
+  // Packed, the keys of V are those of all sequences, in blocks of their own.
+  args.k_scales = scales_of_head(p.is_packed ? params.keys : p.seqlen_k, params.k_block);
+  args.v_scales = scales_of_head(p.is_packed ? params.keys : p.seqlen_k, params.v_block);
   args.v_mean_columns = static_cast<int>(params.columns_v);
   args.softmax_scale = p.softmax_scale;
   args.out_is_bf16 = p.dtype == FLASHHOPPER_BF16;
-  return set_arguments(p, kForward8Configs[launch->config_index], make_row_map(1), num_sms, &args, &launch->grid);
+  ForwardConfig const& config = kForward8Configs[launch->config_index];
+  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, make_row_map(1), num_sms, &args, &launch->grid));
+  if (p.is_packed) {
+    launch->list = make_list(params, config.tile_m);
+    args.schedule.list = launch->list.blocks;
+    args.schedule.list_size = launch->list.size;
+  }
+  return FLASHHOPPER_OK;
+}
+
+// q, k and v as TMA sees them.
+flashhopper_status set_tensor_maps(flashhopper_forward8_params const& p, ForwardConfig const& config,
+                                   Forward8Args* args) {
+  bool const is_packed = p.cu_seqlens_q != nullptr;
+  RowAddressing const addressing = is_packed ? RowAddressing::kPacked : RowAddressing::kDense;
+  int64_t const rows = is_packed ? p.total_q : p.seqlen_q, keys = is_packed ? p.total_k : p.seqlen_k;
+  int const box = box_columns(config.head_dim, 1);
+  TensorMapSpec const q = {"q", p.q, p.batch, rows, p.heads, p.columns, p.format, kWarpgroupRows, box, addressing};
+  TensorMapSpec const k = {"k", p.k, p.batch, keys, p.kv_heads, p.columns, p.format, config.tile_n, box, addressing};
+  // Transposed: its rows are the columns of V.
+  TensorMapSpec const v = {"v",    p.v,      is_packed ? 1 : p.batch, p.columns_v,   p.kv_heads,
+                           p.keys, p.format, config.head_dim_v,       config.tile_n, RowAddressing::kDense};
+  // Without keys K and V may have no storage at all; their maps are never used then.
+  FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(q, &args->q));
+  FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(keys > 0 ? k : q, &args->k));
+  return encode_tensor_map(keys > 0 ? v : q, &args->v);
 }
 
 }  // namespace
@@ -110,6 +162,9 @@ flashhopper_status plan_forward8(flashhopper_forward8_params const& params, int 
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
   describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.args, launch.grid, plan);
+  if (params.cu_seqlens_q != nullptr) {
+    plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
+  }
   return FLASHHOPPER_OK;
 }
 
@@ -120,21 +175,16 @@ flashhopper_status dispatch_forward8(flashhopper_forward8_params const& p) {
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, device.num_sms, &launch));
   ForwardConfig const& config = kForward8Configs[launch.config_index];
   LaunchFunction<Forward8Args> const run = find_instance(kInstances, launch.config_index, p.format);
-  int const box = box_columns(config.head_dim, 1);
-  constexpr RowAddressing kDense = RowAddressing::kDense;
   Forward8Args& args = launch.args;
-  bool const has_keys = p.seqlen_k > 0;  // without, K and V may have no storage at all; their maps are never used then
-  TensorMapSpec const q = {"q", p.q, p.batch, p.seqlen_q, p.heads, p.columns, p.format, kWarpgroupRows, box, kDense};
-  TensorMapSpec const k = {"k", p.k, p.batch, p.seqlen_k, p.kv_heads, p.columns, p.format, config.tile_n, box, kDense};
-  // Transposed: its rows are the columns of V.
-  TensorMapSpec const v = {"v",    p.v,      p.batch,           p.columns_v,   p.kv_heads,
-                           p.keys, p.format, config.head_dim_v, config.tile_n, kDense};
-  TensorMapSpec const specs[] = {q, has_keys ? k : q, has_keys ? v : q};
   FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));
-  CUtensorMap* const maps[] = {&args.q, &args.k, &args.v};
-  for (int i = 0; i < 3; ++i) FLASHHOPPER_RETURN_IF_ERROR(encode_tensor_map(specs[i], maps[i]));
+  FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &args));
 
-  cudaError_t const error = run(args, launch.grid, device.index, static_cast<cudaStream_t>(p.stream));
+  auto const stream = static_cast<cudaStream_t>(p.stream);
+  if (p.cu_seqlens_q != nullptr) {
+    cudaError_t const error = launch_list_blocks(launch.list, device.index, stream);
+    if (error != cudaSuccess) return cuda_error("launching list_blocks_kernel", error);
+  }
+  cudaError_t const error = run(args, launch.grid, device.index, stream);
   if (error == cudaSuccess) return FLASHHOPPER_OK;
   flashhopper_plan plan;
   describe(config, &plan);

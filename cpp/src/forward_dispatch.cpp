@@ -4,7 +4,6 @@
 #include "dispatch.hpp"
 #include "forward_common.hpp"
 #include "instances.hpp"
-#include "packed/args.hpp"
 #include "problem.hpp"
 #include "tensor_map.hpp"
 
@@ -66,22 +65,6 @@ void set_softcap(flashhopper_forward_params const& p, ForwardArgs* args) {
   if (p.softcap == 0.f) return;
   args->softcap = {2 * kLog2e * p.softmax_scale / p.softcap, p.softcap};
   args->softmax_scale_log2 = 2 * kLog2e * p.softcap;
-}
-
-// The list of a packed batch's query blocks, in packed_workspace.
-ListArgs make_list(flashhopper_forward_params const& p, int tile) {
-  auto const rows = [](int32_t const* cu_seqlens, int32_t const* seqused, int64_t total) {
-    return PackedRows{cu_seqlens, seqused, static_cast<int>(total)};
-  };
-  char* const memory = static_cast<char*>(p.packed_workspace);
-  return {rows(p.cu_seqlens_q, p.seqused_q, p.total_q),
-          rows(p.cu_seqlens_k, p.seqused_k, p.total_k),
-          static_cast<int>(p.batch),
-          tile,
-          false,
-          static_cast<int>(most_packed_blocks(p.batch, p.total_q, tile)),
-          reinterpret_cast<int*>(memory),
-          reinterpret_cast<PackedBlock*>(memory + kListHeaderBytes)};
 }
 
 // Everything but the tensor maps.

@@ -51,7 +51,7 @@ flashhopper_status check_softcap(float softcap);
 
 // Offsets come in pairs, used lengths with offsets.
 template <class Params>
-flashhopper_status check_options(Params const& p) {
+flashhopper_status check_packing(Params const& p) {
   bool const is_packed = p.cu_seqlens_q != nullptr;
   if (is_packed != (p.cu_seqlens_k != nullptr)) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "cu_seqlens_q and cu_seqlens_k: give both or neither");
@@ -59,6 +59,12 @@ flashhopper_status check_options(Params const& p) {
   if (!is_packed && (p.seqused_q != nullptr || p.seqused_k != nullptr)) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "seqused_q and seqused_k need cu_seqlens_q and cu_seqlens_k");
   }
+  return FLASHHOPPER_OK;
+}
+
+template <class Params>
+flashhopper_status check_options(Params const& p) {
+  FLASHHOPPER_RETURN_IF_ERROR(check_packing(p));
   return check_softcap(p.softcap);
 }
 

@@ -13,9 +13,9 @@ cudaError_t launch_column_means(MeansArgs const& args, int device, cudaStream_t 
 }
 
 cudaError_t launch_transpose_values(ValuesArgs const& args, int columns, int device, cudaStream_t stream) {
-  if (args.tasks == 0) return cudaSuccess;
+  if (args.blocks.tasks == 0) return cudaSuccess;
   void* parameters[] = {const_cast<ValuesArgs*>(&args), &columns};
-  return launch<transpose_values_kernel>(args.tasks, kTransposeThreads, parameters, columns * kScaleBlock, device,
+  return launch<transpose_values_kernel>(args.blocks.tasks, kTransposeThreads, parameters, columns * kScaleBlock, device,
                                          stream);
 }
 

@@ -85,19 +85,55 @@ flashhopper_status check_sizes(Size const (&sizes)[kCount]) {
 
 constexpr int64_t kMaxSeqlen = int64_t{1} << 30;
 
-int64_t blocks_of(int64_t rows) { return (rows + kScaleBlock - 1) / kScaleBlock; }
+// One side of the problem: queries with their heads, or keys and values with theirs.
+struct Side {
+  int64_t batch, heads;
+  int64_t rows;  // of one head: dense, seqlen; packed, of the tensor
+  int32_t const *cu_seqlens, *seqused;
 
-flashhopper_status check_tasks(int64_t batch, int64_t heads, int64_t seqlen) {
-  if (batch == 0 || heads == 0 || blocks_of(seqlen) == 0) return FLASHHOPPER_OK;
-  if (batch <= kMaxTiles / 2 / heads && batch * heads <= kMaxTiles / 2 / blocks_of(seqlen)) return FLASHHOPPER_OK;
-  return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", batch, " x heads ", heads, " x ", blocks_of(seqlen),
-                   " blocks of 128 rows exceed 2^30 work items: split the batch");
+  bool is_packed() const { return cu_seqlens != nullptr; }
+  int64_t entries() const { return is_packed() ? 1 : batch; }  // of the batch dimension
+  // Of one head, in each of these entries.
+  int64_t blocks() const {
+    if (is_packed()) return batch > 0 ? most_packed_blocks(batch, rows, kScaleBlock) : 0;
+    return (rows + kScaleBlock - 1) / kScaleBlock;
+  }
+};
+Side queries(flashhopper_quantize_params const& p) {
+  return {p.batch, p.heads, p.cu_seqlens_q != nullptr ? p.total_q : p.seqlen_q, p.cu_seqlens_q, p.seqused_q};
+}
+Side keys(flashhopper_quantize_params const& p) {
+  return {p.batch, p.kv_heads, p.cu_seqlens_k != nullptr ? p.total_k : p.seqlen_k, p.cu_seqlens_k, p.seqused_k};
+}
+
+RowBlocks row_blocks(Side const& side, int64_t per_head) {
+  PackedRows const packed{side.cu_seqlens, side.seqused, static_cast<int>(side.rows)};
+  return {packed,
+          static_cast<int>(side.batch),
+          static_cast<int>(side.heads),
+          static_cast<int>(side.rows),
+          static_cast<int>(per_head),
+          static_cast<int>(side.entries() * side.heads * per_head)};
+}
+RowBlocks row_blocks(Side const& side) { return row_blocks(side, side.blocks()); }
+
+flashhopper_status check_tasks(Side const& side) {
+  int64_t const batch = side.batch, heads = side.heads, blocks = side.blocks();
+  if (batch == 0 || heads == 0 || blocks == 0) return FLASHHOPPER_OK;
+  // Means are work items of each sequence and head.
+  bool const is_small = batch <= kMaxTiles / 2 / heads && side.entries() * heads <= kMaxTiles / 2 / blocks;
+  constexpr int64_t kMostPacked = INT32_MAX / kScaleBlock;  // columns of V are 32-bit numbers
+  if (is_small && (!side.is_packed() || blocks <= kMostPacked)) return FLASHHOPPER_OK;
+  return set_error(FLASHHOPPER_UNSUPPORTED, "batch ", batch, " x heads ", heads, " with ", blocks,
+                   " blocks of 128 rows", side.is_packed() ? " in all" : " a sequence",
+                   " exceeds 2^30 work items, or packed 2^31 rows: split the batch");
 }
 
 flashhopper_status check_quantize(flashhopper_quantize_params const& p) {
   Size const sizes[] = {{"batch", p.batch, 0, INT32_MAX},        {"heads", p.heads, 0, INT32_MAX},
                         {"kv_heads", p.kv_heads, 0, INT32_MAX},  {"seqlen_q", p.seqlen_q, 0, kMaxSeqlen},
-                        {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"head_dim", p.head_dim, 8, 256},
+                        {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen}, {"total_q", p.total_q, 0, kMaxSeqlen},
+                        {"total_k", p.total_k, 0, kMaxSeqlen},   {"head_dim", p.head_dim, 8, 256},
                         {"head_dim_v", p.head_dim_v, 8, 256}};
   FLASHHOPPER_RETURN_IF_ERROR(check_sizes(sizes));
   if (p.head_dim % 8 != 0 || p.head_dim_v % 8 != 0) {
@@ -125,24 +161,24 @@ flashhopper_status check_quantize(flashhopper_quantize_params const& p) {
   if (p.q_block != 1 && p.q_block != kScaleBlock) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "q_block is ", p.q_block, ": it must be 1 or ", kScaleBlock);
   }
-  bool const has_rows = p.batch > 0 && p.heads > 0 && p.seqlen_q > 0;  // without them lse_shift has no storage
+  FLASHHOPPER_RETURN_IF_ERROR(check_packing(p));
+  bool const has_rows = p.batch > 0 && p.heads > 0 && queries(p).rows > 0;  // without them lse_shift has no storage
   if (has_rows && (p.k_mean == nullptr) != (p.lse_shift == nullptr)) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT,
                      "lse_shift and k_mean: pass both (keys are smoothed) or neither, one of them is null");
   }
-  FLASHHOPPER_RETURN_IF_ERROR(check_tasks(p.batch, p.heads, p.seqlen_q));
-  return check_tasks(p.batch, p.kv_heads, p.seqlen_k);
+  FLASHHOPPER_RETURN_IF_ERROR(check_tasks(queries(p)));
+  return check_tasks(keys(p));
 }
 
 // element_bytes 2: rows are read in 16-byte vectors where every one is aligned; 1: in 4-byte words. The stride of a
 // dimension of extent 1 is never used.
-SourceView source(flashhopper_tensor const& tensor, int64_t head_dim, int element_bytes, int64_t batch, int64_t rows,
-                  int64_t heads) {
+SourceView source(flashhopper_tensor const& tensor, int64_t head_dim, int element_bytes, Side const& side) {
   int64_t const bytes = element_bytes == 2 ? 16 : 4;
   bool const is_aligned = reinterpret_cast<uintptr_t>(tensor.data) % bytes == 0 &&
-                          (batch <= 1 || tensor.batch_stride * element_bytes % bytes == 0) &&
-                          (rows <= 1 || tensor.row_stride * element_bytes % bytes == 0) &&
-                          (heads <= 1 || tensor.head_stride * element_bytes % bytes == 0);
+                          (side.entries() <= 1 || tensor.batch_stride * element_bytes % bytes == 0) &&
+                          (side.rows <= 1 || tensor.row_stride * element_bytes % bytes == 0) &&
+                          (side.heads <= 1 || tensor.head_stride * element_bytes % bytes == 0);
   return {tensor.data,        tensor.batch_stride,        tensor.row_stride,
           tensor.head_stride, static_cast<int>(head_dim), is_aligned};
 }
@@ -152,10 +188,11 @@ SourceView source(flashhopper_tensor const& tensor, int64_t head_dim, int elemen
 // needs 4 for each column of K and of V.
 void set_means(flashhopper_quantize_params const& p, MeansArgs* args) {
   constexpr int64_t kChunks = 2048;
-  int64_t const batch_heads = p.batch * p.kv_heads;
-  int64_t const most = std::max<int64_t>(1, kChunks / std::max<int64_t>(1, batch_heads));
-  int64_t const chunks = std::clamp<int64_t>(p.seqlen_k / kScaleBlock, 1, most);
-  int64_t const chunk_rows = (p.seqlen_k + chunks - 1) / chunks;
+  Side const side = keys(p);
+  // Packed, each sequence divides as if it were alone: its mean does not depend on its neighbours.
+  int64_t const most = std::max<int64_t>(1, kChunks / std::max<int64_t>(1, side.entries() * side.heads));
+  int64_t const chunks =
+      side.is_packed() ? side.blocks() : chunks_of(static_cast<int>(side.rows), static_cast<int>(most)).count;
   auto* sums = static_cast<float*>(p.v8);
   struct Wanted {
     float* mean;
@@ -168,16 +205,14 @@ void set_means(flashhopper_quantize_params const& p, MeansArgs* args) {
     if (one.mean == nullptr) continue;
     int const columns = computed_head_dim(static_cast<int>(one.head_dim));
     // Without keys there is nothing to sum, and the mean is 0.
-    args->operands[i] = {source(one.tensor, one.head_dim, 2, p.batch, p.seqlen_k, p.kv_heads),
+    args->operands[i] = {source(one.tensor, one.head_dim, 2, side),
+                         row_blocks(side, chunks),
                          sums,
                          one.mean,
-                         static_cast<int>(p.kv_heads),
-                         static_cast<int>(p.seqlen_k),
                          columns,
-                         static_cast<int>(chunk_rows),
-                         p.seqlen_k > 0 ? static_cast<int>(chunks) : 0,
-                         static_cast<int>(batch_heads)};
-    sums += batch_heads * chunks * columns;
+                         static_cast<int>(most),
+                         static_cast<int>(p.batch * p.kv_heads)};
+    sums += side.entries() * side.heads * chunks * columns;
   }
 }
 
@@ -185,39 +220,31 @@ void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {
   args->signs = p.signs;
   args->is_int8 = p.format == FLASHHOPPER_INT8;
   RowsOperand& q = args->operands[0];
-  q.source = source(p.q, p.head_dim, 2, p.batch, p.seqlen_q, p.heads);
+  q.source = source(p.q, p.head_dim, 2, queries(p));
+  q.blocks = row_blocks(queries(p));
   q.data = static_cast<uint8_t*>(p.q8);
   q.scale = p.q_scale;
   q.mean = p.k_mean;
   q.shift = p.lse_shift;
-  q.heads = static_cast<int>(p.heads);
   q.mean_heads = static_cast<int>(p.kv_heads);
-  q.seqlen = static_cast<int>(p.seqlen_q);
-  q.blocks = static_cast<int>(blocks_of(p.seqlen_q));
   q.per_row = p.q_block == 1;
-  q.tasks = static_cast<int>(p.batch * p.heads * q.blocks);
   RowsOperand& k = args->operands[1];
-  k.source = source(p.k, p.head_dim, 2, p.batch, p.seqlen_k, p.kv_heads);
+  k.source = source(p.k, p.head_dim, 2, keys(p));
+  k.blocks = row_blocks(keys(p));
   k.data = static_cast<uint8_t*>(p.k8);
   k.scale = p.k_scale;
   k.mean = p.k_mean;
   k.subtract = 1;
-  k.heads = k.mean_heads = static_cast<int>(p.kv_heads);
-  k.seqlen = static_cast<int>(p.seqlen_k);
-  k.blocks = static_cast<int>(blocks_of(p.seqlen_k));
-  k.tasks = static_cast<int>(p.batch * p.kv_heads * k.blocks);
+  k.mean_heads = static_cast<int>(p.kv_heads);
 }
 
 ValuesArgs values_of(flashhopper_quantize_params const& p, int element_bytes) {
   ValuesArgs args{};
-  args.source = source(p.v, p.head_dim_v, element_bytes, p.batch, p.seqlen_k, p.kv_heads);
+  args.source = source(p.v, p.head_dim_v, element_bytes, keys(p));
+  args.blocks = row_blocks(keys(p));
   args.data = static_cast<uint8_t*>(p.v8);
   args.scale = p.v_scale;
   args.mean = p.v_mean;
-  args.heads = static_cast<int>(p.kv_heads);
-  args.seqlen = static_cast<int>(p.seqlen_k);
-  args.blocks = static_cast<int>(blocks_of(p.seqlen_k));
-  args.tasks = static_cast<int>(p.batch * p.kv_heads * args.blocks);
   return args;
 }
 
@@ -253,7 +280,10 @@ flashhopper_status dispatch_transpose_values(flashhopper_quantize_params const& 
                         {"seqlen_k", p.seqlen_k, 0, kMaxSeqlen},
                         {"head_dim_v", p.head_dim_v, 1, 256}};
   FLASHHOPPER_RETURN_IF_ERROR(check_sizes(sizes));
-  FLASHHOPPER_RETURN_IF_ERROR(check_tasks(p.batch, p.kv_heads, p.seqlen_k));
+  if (p.cu_seqlens_k != nullptr) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "cu_seqlens_k: values that are e4m3 already are transposed dense alone");
+  }
+  FLASHHOPPER_RETURN_IF_ERROR(check_tasks(keys(p)));
   Device device;
   FLASHHOPPER_RETURN_IF_ERROR(current_device(&device));
   cudaError_t const error = launch_transpose_values(values_of(p, 1), computed_head_dim(static_cast<int>(p.head_dim_v)),

@@ -106,11 +106,15 @@ def forward8(
     workspace: int,
     sizes: Sizes,
     columns: tuple[int, int],  # of q and k as stored, of v as stored
+    keys: int,  # of v as stored
     blocks: tuple[int, int, int],  # rows of one scale of q, k, v; 0: one scale for a head
     format: int,  # E4M3 or INT8
     dtype: int,  # of out: FP16 or BF16
     softmax_scale: float,
     sm_margin: int,
+    # addresses of cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, packed_workspace; 0: the call has none
+    offsets: tuple[int, int, int, int, int],
+    totals: tuple[int, int],  # rows of q and k of a packed batch, else 0
     stream: int,
     /,
 ) -> None: ...
@@ -124,6 +128,8 @@ def quantize(
     format: int,
     flags: int,  # 1 rotate, 2 smooth_k, 4 center_v
     q_block: int,
+    offsets: tuple[int, int, int, int, int],  # as forward8's; the last is not read
+    totals: tuple[int, int],  # rows of q and k of a packed batch, else 0
     stream: int,
     /,
 ) -> None: ...

@@ -230,7 +230,8 @@ def flash_attn_varlen_func(
     The other arguments and the errors are flash_attn_func's; masks are aligned with each sequence's own (used)
     lengths. The Hopper kernels read the lengths on the device: nothing waits for them, and a captured CUDA graph takes
     those of its replay. So they cannot refuse wrong ones; offsets are cut off at the ends of the tensors. The tiled
-    engine reads them on the host. With fp8 each sequence has its own means and scales, on the tiled engine.
+    engine reads them on the host. With fp8 each sequence has its own means and scales; the kernels take recipes with
+    scales of 128 keys, and of 1 or 128 queries.
 
     Returns:
         out (total_q, heads, head_dim_v); with return_lse, (out, lse) with lse (heads, total_q).

@@ -34,6 +34,7 @@ void resolves() {
       SequenceRows const rows = wild.at(b, 5);
       CHECK(rows.begin >= 0 && rows.rows >= 0 && rows.begin + rows.rows <= 20);
       CHECK(rows.seqlen >= 0 && rows.seqlen <= rows.rows);
+      CHECK(first_packed_chunk(rows.begin, b, 7) + ceil_div(rows.rows, 7) <= most_packed_blocks(5, 20, 7));
     }
   }
 }
@@ -60,6 +61,42 @@ void coordinates() {
   }
   RowOrigin const dense = row_origin(false, {0, 50, 50}, 3);
   CHECK(dense.row == 0 && dense.outer == 3 && wrap_of(false) == 0);
+}
+
+// Every chunk of a sequence's rows leads back to it; chunks between lead to a sequence that has no rows there.
+void finds_sequences() {
+  auto const count = [](auto const& is) {
+    int sum = 0;
+    for (int lane = 0; lane < 32; ++lane) sum += is(lane);
+    return sum;
+  };
+  std::mt19937 random(2);
+  for (int batch : {1, 2, 31, 32, 33, 64, 65, 1000, 1024, 1025, 2000}) {
+    for (int most : {1, 3, 40, 700}) {
+      std::vector<int> cu = {0};
+      std::uniform_int_distribution<int> length(-most / 2, most);
+      for (int b = 0; b < batch; ++b) cu.push_back(cu.back() + std::max(0, length(random)));
+      PackedRows const all{cu.data(), nullptr, cu.back() + 5};
+      int next = 0;
+      for (int b = 0; b < batch; ++b) {
+        SequenceRows const rows = all.at(b, batch);
+        int const first = first_packed_chunk(rows.begin, b, 128);
+        for (; next < first; ++next) {
+          int const found = sequence_of_chunk(all, batch, next, 128, count);
+          CHECK(found < b &&
+                next >= first_packed_chunk(cu[found], found, 128) + ceil_div(cu[found + 1] - cu[found], 128));
+        }
+        for (; next < first + ceil_div(rows.rows, 128); ++next) {
+          CHECK(sequence_of_chunk(all, batch, next, 128, count) == b);
+        }
+      }
+      for (int& x : cu) x = std::uniform_int_distribution<int>(-100, all.total + 100)(random);
+      for (int chunk = 0; chunk < std::min(next, 300); ++chunk) {
+        int const found = sequence_of_chunk(all, batch, chunk, 128, count);
+        CHECK(found >= 0 && found < batch);
+      }
+    }
+  }
 }
 
 // packed/list.hpp on the host, kListThreads apart.
@@ -157,6 +194,7 @@ void permutations() {
 int main() {
   resolves();
   coordinates();
+  finds_sequences();
   permutations();
   return check::report("seqlen");
 }

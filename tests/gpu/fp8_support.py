@@ -114,6 +114,12 @@ def quantized(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
     return torch_quantizer.quantize(q, k, v, recipe)
 
 
+def sized(x: torch.Tensor, generator: torch.Generator, least: float, spread: float) -> torch.Tensor:
+    """Rows (tokens, heads, columns) of sizes that change every 50 tokens, so that the blocks of any sequence differ."""
+    size = torch.rand((x.size(0) // 50 + 1, x.size(1), 1), generator=generator, device=x.device)
+    return (x * (least + spread * size).repeat_interleave(50, dim=0)[: x.size(0)]).to(x.dtype)
+
+
 @contextmanager
 def guarded_results() -> Iterator[None]:
     """What torch.empty gives holds NaN, between guards that must stay as they were."""

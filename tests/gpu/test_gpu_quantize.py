@@ -14,7 +14,7 @@ import torch
 from gpu_support import judged
 
 from flashhopper.engine import hopper_quantize
-from flashhopper.engine.hopper_quantize import Quantized, quantize, transpose_values
+from flashhopper.engine.hopper_quantize import Numbers, Quantized, quantize, transpose_values
 from flashhopper.fp8.formats import computed_head_dims
 
 E4M3 = torch.float8_e4m3fn
@@ -69,14 +69,7 @@ def signs_of(case: Case) -> torch.Tensor | None:
 
 
 def run(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
-    return quantize(
-        *(q, k, v),
-        qk_format=case.qk_format,
-        signs=signs_of(case),
-        smooth_k=case.smooth_k,
-        center_v=case.center_v,
-        q_block=case.q_block,
-    )
+    return quantize(q, k, v, Numbers(case.qk_format, signs_of(case), case.smooth_k, case.center_v, case.q_block))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

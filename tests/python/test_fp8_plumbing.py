@@ -32,11 +32,10 @@ def test_the_hopper_backend_says_why_not() -> None:
         for call in (
             lambda: fh.flash_attn_func(*inputs(), fp8=fh.Fp8Recipe()),
             lambda: fh.flash_attn_fp8_func(*raw(), scales=1.0),
+            lambda: fh.flash_attn_varlen_func(q, k, v, *rest, fp8=fh.Fp8Recipe()),
         ):
             with pytest.raises(RuntimeError, match='"hopper" cannot serve this 8-bit call: q is on cpu'):
                 call()
-        with pytest.raises(RuntimeError, match="packed sequences are not in the Hopper kernels yet"):
-            fh.flash_attn_varlen_func(q, k, v, *rest, fp8=fh.Fp8Recipe())
         assert "the call would raise RuntimeError, q is on cpu" in fh.explain(*inputs(), fp8=fh.Fp8Recipe()).why
         assert fh.quantize_fp8(*inputs()).q.dtype == torch.int8  # by torch operations
 
@@ -70,6 +69,9 @@ def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, torch.float32, "q has dtype torch.float32"),
     ):
         assert message in str(hopper_fp8.quantize_refusal(gpu, dtype, DIMS, fh.Fp8Recipe(**change)))
+        # Packed sequences are quantised by the kernel or not at all.
+        assert message in str(hopper_fp8.packed_refusal(gpu, dtype, DIMS, fh.Fp8Recipe(**change), 0.1)[0])
+    assert hopper_fp8.packed_refusal(gpu, bf16, DIMS, recipe, 0.1) == (None, False)
     odd = (40, 60)
     assert hopper_fp8.quantize_refusal(gpu, bf16, odd, recipe) == "head_dim_v is 60, the kernels take multiples of 8"
     assert "head_dim_v is 60" in str(hopper_fp8.forward_refusal(gpu, odd, recipe, *whole)[0])
@@ -112,7 +114,7 @@ def test_the_quantisers_arguments(module: Fp8Module, name: str) -> None:
     q, k, v = inputs(dim_v=24)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     qkv = fh.quantize_fp8(q, k, v, recipe)
-    ((views, outputs, signs, sizes, columns, dtype, code, flags, q_block, stream),) = module.quantized
+    ((views, outputs, signs, sizes, columns, dtype, code, flags, q_block, offsets, totals, stream),) = module.quantized
     assert views == [(x.data_ptr(), *x.stride()[:3]) for x in (q, k, v)]
     data = (qkv.q, qkv.k, qkv.v, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.lse_shift, qkv.k_mean, qkv.v_mean)
     assert outputs == tuple(0 if x is None else x.data_ptr() for x in data)
@@ -120,7 +122,7 @@ def test_the_quantisers_arguments(module: Fp8Module, name: str) -> None:
     assert (sizes, columns) == ((2, 4, 2, 9, 140, 40, 24, -1, -1), (64, 64))
     assert (dtype, code) == (module.BF16, module.INT8 if name == "accurate" else module.E4M3)
     assert flags == 1 * recipe.rotate + 2 * recipe.smooth_k + 4 * recipe.center_v
-    assert (q_block, stream) == (recipe.q_block, 55)
+    assert (q_block, offsets, totals, stream) == (recipe.q_block, (0,) * 5, (0, 0), 55)
     # The same tensors, shape by shape, as the torch quantiser makes.
     expected = torch_quantizer.quantize(q, k, v, recipe)
     for a, b in zip(vars(qkv).values(), vars(expected).values(), strict=True):
@@ -134,16 +136,14 @@ def test_the_attentions_arguments(module: Fp8Module) -> None:
     recipe = fh.Fp8Recipe()
     qkv = torch_quantizer.quantize(*inputs(), recipe)
     out, lse = hopper_fp8.forward(qkv, 0.25, -1, 0, 3)
-    ((tensors, view, lse_address, workspace, sizes, columns, blocks, code, dtype, scale, margin, stream),) = (
-        module.attended
-    )
+    ((tensors, view, lse_address, workspace, sizes, columns, keys, blocks, *numbers),) = module.attended
     data = (qkv.q, qkv.k, qkv.v, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.lse_shift, qkv.v_mean)
     assert tensors == tuple(x.data_ptr() for x in data if x is not None)
     assert view == (out.data_ptr(), 9 * 4 * 64, 4 * 64, 64)
     assert lse_address == lse.data_ptr()
     assert workspace == 1001
-    assert (sizes, columns, blocks) == ((2, 4, 2, 9, 140, 40, 64, -1, 0), (64, 64), (1, 128, 128))
-    assert (code, dtype, scale, margin, stream) == (module.INT8, module.BF16, 0.25, 3, 55)
+    assert (sizes, columns, keys, blocks) == ((2, 4, 2, 9, 140, 40, 64, -1, 0), (64, 64), 256, (1, 128, 128))
+    assert numbers == [module.INT8, module.BF16, 0.25, 3, (0,) * 5, (0, 0), 55]
     assert (out.shape, out.dtype, lse.shape) == ((2, 9, 4, 64), torch.bfloat16, (2, 4, 9))
 
 
@@ -164,3 +164,74 @@ def test_one_call_runs_both_kernels(module: Fp8Module) -> None:
     assert (plan.backend, plan.quantizer) == ("hopper", "the Hopper quantiser")
     q, k, v = inputs()
     assert fh.flash_attn_func(q[:, :0], k, v, fp8=fh.Fp8Recipe()).shape == (2, 0, 4, 64)
+
+
+def packed() -> tuple[list[torch.Tensor], tuple[object, ...]]:
+    tensors = [torch.randn(n, h, 40).bfloat16() for n, h in ((9, 4), (150, 2), (150, 2))]
+    return tensors, (torch.tensor([0, 4, 4, 9]).int(), torch.tensor([0, 0, 140, 150]).int(), 5, 140)
+
+
+@pytest.mark.parametrize("q_block", [1, 128])
+def test_packed_sequences_run_both_kernels(module: Fp8Module, q_block: int) -> None:
+    (q, k, v), (cu_q, cu_k, *longest) = packed()
+    used = torch.tensor([0, 100, 10]).int()
+    recipe = fh.Fp8Recipe(q_block=q_block)
+    out, lse = fh.flash_attn_varlen_func(
+        *(q, k, v, cu_q, cu_k, *longest, 0.25), causal=True, fp8=recipe, seqused_k=used, sm_margin=3, return_lse=True
+    )
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((9, 4, 40), torch.bfloat16, (4, 9), torch.float32)
+    ((views, outputs, signs, *quantised_as),) = module.quantized
+    assert [(a, *rest) for a, _, *rest in views] == [(x.data_ptr(), *x.stride()[:2]) for x in (q, k, v)]
+    assert signs != 0
+    offsets = (cu_q.data_ptr(), cu_k.data_ptr(), 0, used.data_ptr())
+    sizes = (3, 4, 2, 5, 140, 40, 40)
+    assert quantised_as[0] == (*sizes, -1, -1)
+    assert quantised_as[-4:] == [q_block, (*offsets, 0), (9, 150), 55]
+    ((tensors, view, lse_address, _, problem, columns, keys, blocks, *numbers, where, totals, stream),) = (
+        module.attended
+    )
+    assert tensors == (*outputs[:7], outputs[8])
+    assert view == (out.data_ptr(), 9 * 160, 160, 40)
+    assert (lse_address, problem, columns) == (lse.data_ptr(), (*sizes, -1, 0), (64, 64))
+    assert (keys, blocks) == (128 * (150 // 128 + 3 + 1), (q_block, 128, 128))
+    assert numbers == [module.INT8, module.BF16, 0.25, 3]
+    assert (where[:4], totals, stream) == (offsets, (9, 150), 55)
+    assert where[4] != 0
+
+
+def test_what_packed_sequences_do_where_the_kernels_do_not_serve(module: Fp8Module) -> None:
+    (q, k, v), rest = packed()
+    per_head = fh.Fp8Recipe(k_block=0)
+    with fh.set_backend("tiled"):
+        expected = fh.flash_attn_varlen_func(q, k, v, *rest, fp8=per_head)
+    assert torch.equal(fh.flash_attn_varlen_func(q, k, v, *rest, fp8=per_head), expected)
+    assert not module.attended
+    message = '"hopper" cannot serve this 8-bit call: k_block is 0, the quantiser kernel takes 128'
+    with fh.set_backend("hopper"), pytest.raises(RuntimeError, match=message):
+        fh.flash_attn_varlen_func(q, k, v, *rest, fp8=per_head)
+    nothing = fh.flash_attn_varlen_func(q[:0], k, v, rest[0] * 0, *rest[1:], fp8=fh.Fp8Recipe())
+    assert nothing.shape == (0, 4, 40)
+    assert not module.attended
+
+
+def test_lengths_of_packed_sequences_stay_on_the_device(module: Fp8Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    (q, k, v), rest = packed()
+    fh.flash_attn_varlen_func(q, k, v, *rest, fp8=fh.Fp8Recipe())  # signs are made once
+
+    def read(*_: object) -> None:
+        raise AssertionError("a length was read on the host")
+
+    for name in ("tolist", "item", "__int__", "__bool__", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, read)
+    fh.flash_attn_varlen_func(q, k, v, *rest, fp8=fh.Fp8Recipe())
+    assert len(module.attended) == 2
+
+
+def test_the_gradient_of_packed_sequences_is_straight_through(module: Fp8Module) -> None:
+    (q, k, v), rest = packed()
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = fh.flash_attn_varlen_func(*leaves, *rest, causal=True, fp8=fh.Fp8Recipe())
+    out.sum().backward()
+    (call,) = module.backward_calls
+    assert [call[name] for name in ("q", "k", "v", "out")] == [x.data_ptr() for x in (*leaves, out)]
+    assert call["lse"] == module.attended[0][2]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from fake_module import FakeModule, install
 
-from flashhopper.engine.hopper_quantize import quantize, transpose_values
+from flashhopper.engine.hopper_quantize import NO_OFFSETS, Numbers, quantize, quantize_packed, transpose_values
+from flashhopper.engine.tiled import Packing
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_call(module: FakeModule) -> None:
     q, k, v = inputs()
     signs = torch.ones(96)
-    found = quantize(q, k, v, qk_format="int8", signs=signs, smooth_k=True, center_v=True, q_block=1)
+    found = quantize(q, k, v, Numbers("int8", signs, smooth_k=True, center_v=True, q_block=1))
     (call,) = module.quantize_calls
     assert call["tensors"] == [
         (q.data_ptr(), 4 * 130 * 72, 72, 130 * 72),
@@ -36,6 +37,7 @@ def test_call(module: FakeModule) -> None:
     assert call["sizes"] == (2, 4, 2, 130, 257, 72, 104, -1, -1)
     assert (call["columns"], call["q_block"], call["stream"]) == ((96, 128), 1, module.stream)
     assert (call["dtype"], call["format"], call["flags"]) == (module.BF16, module.INT8, 7)
+    assert (call["offsets"], call["totals"]) == (NO_OFFSETS, (0, 0))
     shapes = [tuple(x.shape) for x in found if x is not None]
     assert shapes == [
         *((2, 130, 4, 96), (2, 257, 2, 96), (2, 2, 128, 384)),
@@ -47,7 +49,7 @@ def test_call(module: FakeModule) -> None:
 
 @pytest.mark.parametrize(("options", "flags"), [({}, 0), ({"smooth_k": True}, 2), ({"center_v": True}, 4)])
 def test_what_a_recipe_lacks_is_null(module: FakeModule, options: dict[str, bool], flags: int) -> None:
-    found = quantize(*inputs(), **options)  # type: ignore[arg-type]
+    found = quantize(*inputs(), Numbers(**options))  # type: ignore[arg-type]
     (call,) = module.quantize_calls
     assert (call["flags"], call["signs"], call["format"], call["q_block"]) == (flags, 0, module.E4M3, 128)
     assert [address == 0 for address in call["outputs"][6:]] == [x is None for x in found[6:]]
@@ -62,6 +64,27 @@ def test_rows_that_are_not_contiguous_are_copied(module: FakeModule) -> None:
     address, *strides = module.quantize_calls[0]["tensors"][1]
     assert address != spread.data_ptr()
     assert strides == [257 * 144, 144, 72]
+
+
+@pytest.mark.parametrize(("q_block", "q_scales"), [(1, 130), (128, 130 // 128 + 3 + 1)])
+def test_packed_call(module: FakeModule, q_block: int, q_scales: int) -> None:
+    """Three sequences, in chunks of 128 rows that they do not share."""
+    q, k, v = (x[0] for x in inputs())
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 100, 100, 130], [0, 7, 200, 257]))
+    used = torch.tensor([7, 0, 50], dtype=torch.int32)
+    sizes = (3, 130, 4, 72, 257, 2, 104)
+    numbers = Numbers("int8", smooth_k=True, center_v=True, q_block=q_block)
+    found = quantize_packed(q, k, v, numbers, Packing(cu_q, cu_k, None, used, 100, 193), sizes)
+    (call,) = module.quantize_calls
+    assert [(a, *rest) for a, _, *rest in call["tensors"]] == [(x.data_ptr(), *x.stride()[:2]) for x in (q, k, v)]
+    assert call["offsets"] == (cu_q.data_ptr(), cu_k.data_ptr(), 0, used.data_ptr(), 0)
+    assert (call["totals"], call["sizes"]) == ((130, 257), (3, 4, 2, 100, 193, 72, 104, -1, -1))
+    blocks = 257 // 128 + 3 + 1
+    assert [tuple(x.shape) for x in found if x is not None] == [
+        *((130, 4, 96), (257, 2, 96), (2, 128, 128 * blocks)),
+        *((4, q_scales), (2, blocks), (2, blocks)),
+        *((4, 130), (3, 2, 96), (3, 2, 128)),
+    ]
 
 
 def test_transposition(module: FakeModule) -> None:
@@ -84,5 +107,5 @@ def test_transposition(module: FakeModule) -> None:
 )
 def test_refusals(module: FakeModule, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        quantize(*inputs(), **options)  # type: ignore[arg-type]
+        quantize(*inputs(), Numbers(**options))  # type: ignore[arg-type]
     assert module.quantize_calls == []

@@ -75,6 +75,12 @@ typedef struct {
 
 // Attention of 8-bit tensors: an element is data * scale. q and k are e4m3 or int8, v is e4m3, out fp16 or bf16; the
 // product with v is summed in two levels. The mask is flashhopper_forward's.
+//
+// Packed sequences as in flashhopper_forward_params. A sequence's scales and keys of v begin at a chunk of 128 rows of
+// their own, number cu_seqlens[b] / 128 + b of chunks = total / 128 + batch + 1: q_scale is (heads, total_q), or
+// (heads, chunks of q) with q_block 128; k_scale and v_scale are (kv_heads, chunks of k); v is (columns_v, kv_heads,
+// keys) with keys = 128 * chunks of k, its batch_stride not read; lse_shift is (heads, total_q). q_block is 1 or 128,
+// k_block and v_block 128.
 typedef struct {
   flashhopper_tensor q;    // (batch, seqlen_q, heads,    columns)
   flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, columns)
@@ -98,6 +104,10 @@ typedef struct {
   int32_t dtype;      // of out: fp16 or bf16
   int32_t sm_margin;  // multiprocessors left free for other kernels
   void* stream;       // cudaStream_t
+  // Packed sequences as in flashhopper_forward_params; null and 0 in a dense batch.
+  const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
+  int64_t total_q, total_k;
+  void* packed_workspace;
 } flashhopper_forward8_params;
 
 // Gradients of flashhopper_forward by recomputation from (q, k, v, out, lse). dk and dv are summed over the query heads
@@ -133,6 +143,11 @@ typedef struct {
 // queries and keys are multiplied by the signs and by a Hadamard matrix, on aligned blocks of D columns (of 32 where D
 // is 96, of 64 where it is 192), over the root of its size (signs not null). scale = max(amax, 1e-12) / 448 for e4m3, /
 // 127 for int8. Every bit of the result is the same in every run.
+//
+// Packed sequences as in flashhopper_forward_params: blocks are counted from each sequence's first row, means are of
+// the rows that exist, and everything of a sequence is what a dense batch of it alone would give, bit for bit. What the
+// results hold where is said at flashhopper_forward8_params; q8 is (total_q, heads, D), k8 (total_k, kv_heads, D), v8
+// (kv_heads, Dv, keys), the means keep their batch dimension. What no existing row stands for is not written.
 typedef struct {
   flashhopper_tensor q;  // (batch, seqlen_q, heads,    head_dim)
   flashhopper_tensor k;  // (batch, seqlen_k, kv_heads, head_dim)
@@ -154,6 +169,9 @@ typedef struct {
   int32_t dtype;               // flashhopper_dtype of q, k and v
   int32_t format;              // FLASHHOPPER_E4M3 or FLASHHOPPER_INT8: of q8 and k8
   void* stream;                // cudaStream_t
+  // Packed sequences; null and 0 in a dense batch.
+  const int32_t *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
+  int64_t total_q, total_k;
 } flashhopper_quantize_params;
 
 // What a call will do; filled without touching a device.

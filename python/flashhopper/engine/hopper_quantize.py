@@ -10,16 +10,25 @@ from typing import NamedTuple
 
 import torch
 
+from ..checks import PackedShape
 from ..fp8 import formats
 from . import hopper
+from .tiled import Packing
 
 BLOCK_ROWS = 128  # rows of K and V that share a scale; keys are padded to a multiple of it
 # Flags of the compiled module.
 ROTATE, SMOOTH_K, CENTER_V = 1, 2, 4
 
 
+NO_OFFSETS: tuple[int, ...] = (0, 0, 0, 0, 0)  # of a dense batch
+
+
 class Quantized(NamedTuple):
-    """value = data * scale; D and Dv are the computed head dimensions. See flashhopper_quantize_params."""
+    """value = data * scale; D and Dv are the computed head dimensions. See flashhopper_quantize_params.
+
+    Of a packed batch all but the means are without the batch dimension, seqlen is the total, and blocks are chunks():
+    sequence b's begin at number cu_seqlens[b] // 128 + b.
+    """
 
     q: torch.Tensor  # (batch, seqlen_q, heads, D), float8_e4m3fn or int8
     k: torch.Tensor  # (batch, seqlen_k, kv_heads, D)
@@ -39,76 +48,142 @@ def view(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
     return x, (x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))
 
 
-def quantize(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    qk_format: str = "e4m3",
-    signs: torch.Tensor | None = None,
-    smooth_k: bool = False,
-    center_v: bool = False,
-    q_block: int = BLOCK_ROWS,
-) -> Quantized:
+class Numbers(NamedTuple):
+    """Of a recipe."""
+
+    qk_format: str = "e4m3"  # or "int8", of q and k; v is always e4m3
+    # float32 (D,) on q's device, +1 or -1: q and k are rotated by them and a Hadamard matrix. None: no rotation.
+    signs: torch.Tensor | None = None
+    smooth_k: bool = False  # subtract the mean of the keys over the sequence
+    center_v: bool = False  # the same of the values
+    q_block: int = BLOCK_ROWS  # rows of q that share a scale, 1 or 128
+
+
+PLAIN = Numbers()
+
+
+def chunks(batch: int, total: int) -> int:
+    """Blocks of 128 rows for which a packed batch has memory: whatever its lengths, no two sequences share one."""
+    return total // BLOCK_ROWS + batch + 1
+
+
+def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers = PLAIN) -> Quantized:
     """Quantise on the current stream of q's device.
 
     Args:
         q: float16 or bfloat16 (batch, seqlen_q, heads, head_dim), head_dim a multiple of 8 up to 256, any strides.
         k, v: of q's dtype, (batch, seqlen_k, kv_heads, head_dim) and (batch, seqlen_k, kv_heads, head_dim_v).
-        qk_format: "e4m3" or "int8", of q and k; v is always e4m3.
-        signs: float32 (D,) on q's device, +1 or -1: rotate q and k by them and a Hadamard matrix. None: no rotation.
-        smooth_k, center_v: subtract the mean of the keys, of the values, over the sequence.
-        q_block: rows of q that share a scale, 1 or 128.
 
     Raises:
         ValueError: the library refuses an argument; the message names it.
         RuntimeError: a CUDA call failed, or the build lacks a head dimension.
     """
+    (batch, seqlen_q, heads, _), (_, seqlen_k, kv_heads, _) = q.shape, v.shape
+    columns, columns_v = _check(q, v, numbers)
+    blocks = -(-seqlen_k // BLOCK_ROWS)
+    shapes = [
+        *((batch, seqlen_q, heads, columns), (batch, seqlen_k, kv_heads, columns)),
+        (batch, kv_heads, columns_v, blocks * BLOCK_ROWS),
+        *((batch, heads, -(-seqlen_q // numbers.q_block)), (batch, kv_heads, blocks), (batch, kv_heads, blocks)),
+        *((batch, heads, seqlen_q), (batch, kv_heads, columns), (batch, kv_heads, columns_v)),
+    ]
+    result = _empty(q.device, shapes, numbers)
+    _launch(q, k, v, result, numbers, (batch, seqlen_q, seqlen_k), NO_OFFSETS, (0, 0))
+    return result
+
+
+def quantize_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers, packing: Packing, sizes: PackedShape
+) -> Quantized:
+    """The same of packed sequences, each with its own blocks and means: q (total_q, heads, head_dim), k and v likewise.
+    Lengths are read on the device, when the call runs there; rows that do not exist are neither read nor written.
+
+    Args:
+        sizes: what checks.packed returned for the tensors.
+    """
+    batch, total_q, heads, _, total_k, kv_heads, _ = sizes
+    columns, columns_v = _check(q, v, numbers)
+    q_scales = total_q if numbers.q_block == 1 else chunks(batch, total_q)
+    blocks = chunks(batch, total_k)
+    shapes = [
+        *((total_q, heads, columns), (total_k, kv_heads, columns), (kv_heads, columns_v, blocks * BLOCK_ROWS)),
+        *((heads, q_scales), (kv_heads, blocks), (kv_heads, blocks)),
+        *((heads, total_q), (batch, kv_heads, columns), (batch, kv_heads, columns_v)),
+    ]
+    result = _empty(q.device, shapes, numbers)
+    offsets = [None if x is None else x.contiguous() for x in packing[:4]]  # held until the launch
+    longest = (batch, packing.max_seqlen_q, packing.max_seqlen_k)
+    _launch(q[None], k[None], v[None], result, numbers, longest, addresses(*offsets, None), (total_q, total_k))
+    return result
+
+
+def addresses(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Of contiguous tensors; 0 for those that a call does not have."""
+    return tuple(0 if x is None else x.data_ptr() for x in tensors)
+
+
+def _check(q: torch.Tensor, v: torch.Tensor, numbers: Numbers) -> tuple[int, int]:
+    """The computed head dimensions, if the quantiser takes the numbers."""
+    columns, columns_v = formats.computed_head_dims(q.shape[-1], v.shape[-1])
+    if numbers.qk_format not in ("e4m3", "int8"):
+        raise ValueError(f'qk_format is {numbers.qk_format!r}: it must be "e4m3" or "int8"')
+    if numbers.q_block not in (1, BLOCK_ROWS):
+        raise ValueError(f"q_block is {numbers.q_block}: the quantiser kernel takes 1 and {BLOCK_ROWS}")
+    signs = numbers.signs
+    if signs is not None and (signs.shape != (columns,) or signs.dtype != torch.float32 or not signs.is_contiguous()):
+        raise ValueError(f"signs is {signs.dtype} {tuple(signs.shape)}: it must be float32 ({columns},), contiguous")
+    return columns, columns_v
+
+
+def _empty(device: torch.device, shapes: list[tuple[int, ...]], numbers: Numbers) -> Quantized:
+    qk, e4m3, f32 = (
+        torch.int8 if numbers.qk_format == "int8" else torch.float8_e4m3fn,
+        torch.float8_e4m3fn,
+        torch.float32,
+    )
+    dtypes = (qk, qk, e4m3, f32, f32, f32, f32, f32, f32)
+    wanted = (*(True,) * 6, numbers.smooth_k, numbers.smooth_k, numbers.center_v)
+    return Quantized(
+        *(
+            torch.empty(shape, dtype=dtype, device=device) if is_wanted else None
+            for shape, dtype, is_wanted in zip(shapes, dtypes, wanted, strict=True)
+        )  # type: ignore[arg-type]
+    )
+
+
+def _launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    result: Quantized,
+    numbers: Numbers,
+    longest: tuple[int, int, int],
+    offsets: tuple[int, ...],
+    totals: tuple[int, int],
+) -> None:
+    """Tensors are (batch, seqlen, heads, head_dim), packed ones batch 1; longest: batch, seqlen_q, seqlen_k."""
     index = q.get_device()
     if index != torch._C._cuda_getDevice():
         with torch.cuda.device(index):
-            return quantize(
-                q, k, v, qk_format=qk_format, signs=signs, smooth_k=smooth_k, center_v=center_v, q_block=q_block
-            )
-    (batch, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, head_dim_v) = q.shape, v.shape
-    columns, columns_v = formats.computed_head_dims(head_dim, head_dim_v)
-    if qk_format not in ("e4m3", "int8"):
-        raise ValueError(f'qk_format is {qk_format!r}: it must be "e4m3" or "int8"')
-    if q_block not in (1, BLOCK_ROWS):
-        raise ValueError(f"q_block is {q_block}: the quantiser kernel takes 1 and {BLOCK_ROWS}")
-    if signs is not None and (signs.shape != (columns,) or signs.dtype != torch.float32 or not signs.is_contiguous()):
-        raise ValueError(f"signs is {signs.dtype} {tuple(signs.shape)}: it must be float32 ({columns},), contiguous")
-    qk = torch.int8 if qk_format == "int8" else torch.float8_e4m3fn
-    blocks = -(-seqlen_k // BLOCK_ROWS)
-
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=q.device)
-
-    result = Quantized(
-        empty(batch, seqlen_q, heads, columns, dtype=qk),
-        empty(batch, seqlen_k, kv_heads, columns, dtype=qk),
-        empty(batch, kv_heads, columns_v, blocks * BLOCK_ROWS, dtype=torch.float8_e4m3fn),
-        empty(batch, heads, -(-seqlen_q // q_block)),
-        empty(batch, kv_heads, blocks),
-        empty(batch, kv_heads, blocks),
-        empty(batch, heads, seqlen_q) if smooth_k else None,
-        empty(batch, kv_heads, columns) if smooth_k else None,
-        empty(batch, kv_heads, columns_v) if center_v else None,
-    )
+            _launch(q, k, v, result, numbers, longest, offsets, totals)
+        return
+    batch, seqlen_q, seqlen_k = longest
+    signs, dims = numbers.signs, (q.shape[3], v.shape[3])
     tensors = [view(x) for x in (q, k, v)]  # copies, if any, live until the launch is enqueued
     hopper.module.quantize(
         [address_and_strides for _, address_and_strides in tensors],
-        tuple(0 if x is None else x.data_ptr() for x in result),
+        addresses(*result),
         0 if signs is None else signs.data_ptr(),
-        (batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, -1, -1),
-        (columns, columns_v),
+        (batch, q.shape[2], k.shape[2], seqlen_q, seqlen_k, *dims, -1, -1),
+        formats.computed_head_dims(*dims),
         hopper.dtype_code(q.dtype),
-        hopper.module.INT8 if qk_format == "int8" else hopper.module.E4M3,
-        ROTATE * (signs is not None) + SMOOTH_K * smooth_k + CENTER_V * center_v,
-        q_block,
+        hopper.module.INT8 if numbers.qk_format == "int8" else hopper.module.E4M3,
+        ROTATE * (signs is not None) + SMOOTH_K * numbers.smooth_k + CENTER_V * numbers.center_v,
+        numbers.q_block,
+        offsets,
+        totals,
         torch._C._cuda_getCurrentRawStream(index),
     )
-    return result
 
 
 def transpose_values(v: torch.Tensor) -> torch.Tensor:

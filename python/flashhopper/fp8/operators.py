@@ -76,7 +76,18 @@ def resolve(device: torch.device, dims: tuple[int, int], recipe: Fp8Recipe, soft
     """
     if backend == "tiled":
         return False
-    reason, is_broken = hopper_fp8.forward_refusal(device, dims, recipe, softmax_scale)
+    return _decide(hopper_fp8.forward_refusal(device, dims, recipe, softmax_scale), backend)
+
+
+def resolve_packed(q: _Tensor, dims: tuple[int, int], recipe: Fp8Recipe, softmax_scale: float, backend: str) -> bool:
+    """The same of packed sequences."""
+    if backend == "tiled":
+        return False
+    return _decide(hopper_fp8.packed_refusal(q.device, q.dtype, dims, recipe, softmax_scale), backend)
+
+
+def _decide(refusal: tuple[str | None, bool], backend: str) -> bool:
+    reason, is_broken = refusal
     if reason is None:
         return True
     if backend == "hopper":
@@ -118,9 +129,13 @@ def _forward8_fake(*arguments: Any) -> tuple[_Tensor, _Tensor]:
 
 def _resolve_fake(device: torch.device, dims: tuple[int, int], code: str, scale: float, backend: str) -> None:
     """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
-    if backend == "hopper" or (backend == "auto" and device.type == "cuda"):
+    if _is_decided_by_device(device, backend):
         head_dim, head_dim_v = dims
         resolve(device, (int(head_dim), int(head_dim_v)), Fp8Recipe.parse(code), float(scale), backend)
+
+
+def _is_decided_by_device(device: torch.device, backend: str) -> bool:
+    return backend == "hopper" or (backend == "auto" and device.type == "cuda")
 
 
 def fp8_forward(
@@ -169,31 +184,28 @@ def fp8_varlen_forward(
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::fp8_varlen_forward on real tensors: each sequence with its own means and scales."""
-    if backend == "hopper":
-        _refuse_packed()
+    parsed = Fp8Recipe.parse(recipe)
     packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    checks.packed(q, k, v, *packing)
+    sizes = checks.packed(q, k, v, *packing)
+    if resolve_packed(q, (q.shape[2], v.shape[2]), parsed, softmax_scale, backend):
+        numbers = (softmax_scale, window_left, window_right, sm_margin)
+        return hopper_fp8.packed_forward(q, k, v, parsed, packing, sizes, numbers)
     total_q, heads, _ = q.shape
     out = q.new_zeros(total_q, heads, v.shape[-1])
     lse = q.new_full((heads, total_q), -math.inf, dtype=torch.float32)
     for rows, keys in packing.slices(total_q, k.shape[0]):
-        qkv = quantize_in_torch(q[None, rows], k[None, keys], v[None, keys], Fp8Recipe.parse(recipe))
+        qkv = quantize_in_torch(q[None, rows], k[None, keys], v[None, keys], parsed)
         one_out, one_lse = emulate.attention(qkv, softmax_scale, window_size=(window_left, window_right))
         out[rows], lse[:, rows] = one_out[0], one_lse[0]
     return out, lse
 
 
 def _fp8_varlen_forward_fake(q: _Tensor, k: _Tensor, v: _Tensor, recipe: str, *rest: Any) -> tuple[_Tensor, _Tensor]:
-    _, total_q, heads, _, _, _, head_dim_v = checks.packed(q, k, v, *rest[:6])
-    if rest[-1] == "hopper":
-        _refuse_packed()
+    _, total_q, heads, head_dim, _, _, head_dim_v = checks.packed(q, k, v, *rest[:6])
+    scale, backend = rest[6], rest[-1]
+    if _is_decided_by_device(q.device, backend):
+        resolve_packed(q, (int(head_dim), int(head_dim_v)), Fp8Recipe.parse(recipe), float(scale), backend)
     return q.new_empty((total_q, heads, head_dim_v)), q.new_empty((heads, total_q), dtype=torch.float32)
-
-
-def _refuse_packed() -> NoReturn:
-    raise RuntimeError(
-        'backend "hopper" cannot serve this 8-bit call: packed sequences are not in the Hopper kernels yet'
-    )
 
 
 for _name, _implementation, _fake in (

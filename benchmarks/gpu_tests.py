@@ -27,10 +27,11 @@ SLOWEST = 8  # tests that the record names
 
 
 class Suite(NamedTuple):
-    """File name patterns of tests/gpu, and the most seconds that their tests may take together."""
+    """File name patterns of tests/gpu, the most seconds that their tests may take together, the GPUs they need."""
 
     patterns: tuple[str, ...]
     seconds: int
+    gpus: int = 1
 
 
 # The first suite that has a pattern of a file's name runs it: the last one takes what the others leave.
@@ -40,6 +41,7 @@ SUITES = {
     ),
     "tests:backward": Suite(("test_gpu_backward*.py", "test_gpu_train_gpt.py"), 200),
     "tests:fp8": Suite(("test_gpu_fp8*.py", "test_gpu_quantize*.py"), 200),
+    "tests:two_gpus": Suite(("test_gpu_distributed.py",), 200, gpus=2),
     "tests:features": Suite(("test_gpu_*.py",), 200),
 }
 
@@ -51,6 +53,11 @@ def files(part: str) -> list[Path]:
 
 def _suite_of(path: Path) -> str:
     return next(part for part, suite in SUITES.items() if any(path.match(pattern) for pattern in suite.patterns))
+
+
+def lacks_gpus(part: str, count: int) -> bool:
+    """Whether a part of the record is a suite that needs more GPUs than there are."""
+    return part in SUITES and SUITES[part].gpus > count
 
 
 def run(part: str) -> dict[str, Any]:

@@ -98,8 +98,20 @@ def _prune(record: Record) -> None:
     record["sources"] = {key: value for key, value in record["sources"].items() if key in used}
 
 
-def measure(path: Path, parts: list[str], rounds: int, tensors: Path | None = None) -> int:
-    """Runs the parts one by one and saves after each; a part that fails is kept as failed. tensors: see --tensors."""
+def runnable(parts: list[str], only: str, gpus: int) -> list[str]:
+    """The parts without those that need more GPUs than there are: they stay as they are, unless asked for by name."""
+    missing = [part for part in parts if gpu_tests.lacks_gpus(part, gpus) and part not in only.split(",")]
+    for part in missing:
+        print(f"== {part}: left as it is, needs {gpu_tests.SUITES[part].gpus} GPUs, here are {gpus}", flush=True)
+    return [part for part in parts if part not in missing]
+
+
+def measure(path: Path, only: str, rounds: int, tensors: Path | None = None) -> int:
+    """Runs the parts of `only` one by one and saves after each; a part that fails is kept as failed. tensors: see
+    --tensors.
+    """
+    import torch
+
     from benchmarks import harness  # these need torch
     from benchmarks import parts as runners
 
@@ -108,7 +120,7 @@ def measure(path: Path, parts: list[str], rounds: int, tensors: Path | None = No
     here = digest.digest(files)
     record["sources"][here] = {name: content[:16] for name, content in files.items()}
     failed = 0
-    for part in parts:
+    for part in runnable(select(only), only, torch.cuda.device_count()):
         begin = time.monotonic()
         entry: dict[str, Any] = {"digest": here, "commit": digest.commit()}
         entry["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -210,7 +222,7 @@ def main() -> int:
         return merge(args.merge, args.out)
     if args.tensors is not None and not args.tensors.is_file():
         parser.error(f"--tensors {args.tensors}: no such file")
-    return measure(args.out, select(args.only), args.rounds, args.tensors)
+    return measure(args.out, args.only, args.rounds, args.tensors)
 
 
 if __name__ == "__main__":

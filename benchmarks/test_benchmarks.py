@@ -131,6 +131,15 @@ def test_parts_are_selected_by_name() -> None:
         record.select("nothing")
 
 
+def test_suites_for_more_gpus_wait_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ["tests:dense", "tests:two_gpus"]
+    assert record.runnable(parts, "tests", 1) == ["tests:dense"]
+    assert "tests:two_gpus: left as it is, needs 2 GPUs, here are 1" in capsys.readouterr().out
+    assert record.runnable(parts, "tests:dense,tests:two_gpus", 1) == parts
+    assert record.runnable(parts, "", 2) == parts
+    assert [path.name for path in gpu_tests.files("tests:two_gpus")] == ["test_gpu_distributed.py"]
+
+
 def test_sanitizer_verdicts() -> None:
     parts = pytest.importorskip("benchmarks.parts")
     assert parts.parse_sanitizer("========= ERROR SUMMARY: 0 errors") == "clean"

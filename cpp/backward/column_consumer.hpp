@@ -7,7 +7,7 @@
 
 namespace flashhopper {
 
-template <class Traits>
+template <class Traits, bool kCapped>
 struct ColumnConsumer : BackwardConsumer<Traits> {
   using Base = BackwardConsumer<Traits>;
   using Element = typename Traits::Element;
@@ -107,14 +107,20 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
       bool const has_pending = left != count;
       uint32_t const pending_parity = Traits::kDqParts == 2 ? 1 : exchange.slot ^ 1;
       typename Base::ColumnValues columns;
+      // As early as P allows: dO is free for the next one when both warpgroups have multiplied with it, and where it
+      // has one slot, the next step starts with waiting for it.
+      auto const issue_dv = [&] {
+        issue_gemm<Accumulate::kAdd>(mma_dv, tVrP(_, _, _, slot_p), tVrDO(_, _, _, at_dout.slot), tVrV);
+      };
       if (warpgroup == 0) {
         storage.q_full[at_q.slot].wait(at_q.phase);
         issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, at_q.slot), tSrS);
+        bool const is_masked = storage.step[at_q.slot].is_masked;
         warpgroup_wait<0>();
         warpgroup_fence_operand(tSrS);
         if (has_pending) this->write_dq(dq, pending_parity);
-        this->cap(scores);
-        this->mask_step(scores, storage.step[at_q.slot], 0);
+        if constexpr (kCapped) args.softcap.apply(scores);  // before the mask, whose -inf must stay
+        if (is_masked) this->mask_scores(scores, storage.step[at_q.slot].mask, 0);
         this->load_columns(columns, storage.lse_log2[at_q.slot]);
         this->exponentiate(scores, columns);
         pack_all<Element>(scores, packed);
@@ -122,17 +128,19 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         publish(storage.p_full[exchange.slot], has_pending);
         storage.p_full[exchange.slot].wait(exchange.phase);
         storage.dout_full[at_dout.slot].wait(at_dout.phase);
+        issue_dv();
       } else {
         storage.dout_full[at_dout.slot].wait(at_dout.phase);
         issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at_dout.slot), tSrS);
         storage.p_full[exchange.slot].wait(exchange.phase);
+        issue_dv();
         load_probabilities(mma_s, sX(_, _, slot_p), packed);
-        warpgroup_wait<0>();
+        warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
         if (has_pending) this->write_dq(dq, pending_parity);
         this->load_columns(columns, storage.delta[at_dout.slot]);
         this->differentiate(scores, packed, columns);
-        if (this->has_softcap()) {
+        if constexpr (kCapped) {
           storage.q_full[at_q.slot].wait(at_q.phase);  // lse came with it
           this->chain_softcap(scores, packed, storage.lse_log2[at_q.slot]);
         }
@@ -141,7 +149,6 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
         publish(storage.ds_full[exchange.slot], has_pending);
         storage.q_full[at_q.slot].wait(at_q.phase);
       }
-      issue_gemm<Accumulate::kAdd>(mma_dv, tVrP(_, _, _, slot_p), tVrDO(_, _, _, at_dout.slot), tVrV);
       storage.ds_full[exchange.slot].wait(exchange.phase);
       auto const issue_dq = [&](int part) {
         issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, slot_ds),
@@ -149,14 +156,15 @@ struct ColumnConsumer : BackwardConsumer<Traits> {
       };
       if constexpr (Traits::kDqParts == 2) issue_dq(0);
       issue_gemm<Accumulate::kAdd>(mma_dk, tKrDS(_, _, _, slot_ds), tKrQ(_, _, _, at_q.slot), tKrK);
-      warpgroup_wait<1>();
+      warpgroup_wait<Traits::kDqParts>();
       warpgroup_fence_operand(tVrV);
+      this->release(storage.dout_empty[at_dout.slot]);
+      at_dout.advance();
       if constexpr (Traits::kDqParts == 2) {
+        warpgroup_wait<1>();
         warpgroup_fence_operand(tQrQ);
         this->write_dq(dq, 0);
       }
-      this->release(storage.dout_empty[at_dout.slot]);
-      at_dout.advance();
       issue_dq(Traits::kDqParts - 1);
       if constexpr (Traits::kDqParts == 2) this->hand_over_dq();
       warpgroup_wait<0>();

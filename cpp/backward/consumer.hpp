@@ -32,23 +32,14 @@ struct BackwardConsumer {
     return thread_index % kWarpgroupThreads;
   }
 
-  // Before the mask, whose -inf must stay.
-  FLASHHOPPER_DEVICE void cap(float (&scores)[kScores]) const {
-    if (has_softcap()) args.softcap.apply(scores);
-  }
-  FLASHHOPPER_DEVICE bool has_softcap() const { return args.softcap.factor != 0.f; }
-
   // One arrival a warp: its reads of the slot are over, also those of lse and delta by the other lanes.
   FLASHHOPPER_DEVICE void release(Barrier& empty) const {
     __syncwarp();
     if (lane == 0) empty.arrive();
   }
 
-  // Scores outside the mask become -inf. The branch is the same for all threads of the CTA. first_row: of this
-  // warpgroup's rows within the tile.
-  FLASHHOPPER_DEVICE void mask_step(float (&scores)[kScores], Step const& step, int first_row) const {
-    if (!step.is_masked) return;
-    BlockMask const mask = step.mask;
+  // Scores outside the mask become -inf. first_row: of this warpgroup's rows within the tile.
+  FLASHHOPPER_DEVICE void mask_scores(float (&scores)[kScores], BlockMask const mask, int first_row) const {
     int const again = thread_again(), column = again % 4 * 2;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {

@@ -11,7 +11,9 @@
 
 namespace flashhopper {
 
-template <class Traits>
+// kCapped: whether there is a softcap. A kernel of its own, for a branch in the loop, taken or not, would part what
+// stands before it from what stands behind, where the compiler mixes the two to hide latencies.
+template <class Traits, bool kCapped>
 __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(__grid_constant__ BackwardArgs const args) {
   extern __shared__ __align__(1024) unsigned char smem[];
   auto& storage = *reinterpret_cast<BackwardStorage<Traits>*>(smem);
@@ -29,9 +31,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1) backward_kernel(__grid_co
   } else {
     cutlass::arch::warpgroup_reg_alloc<kBackwardConsumerRegisters>();
     if constexpr (Traits::kByKeys) {
-      KeyConsumer<Traits>{{args, storage, warpgroup - 1}}.run();
+      KeyConsumer<Traits, kCapped>{{args, storage, warpgroup - 1}}.run();
     } else {
-      ColumnConsumer<Traits>{{args, storage, warpgroup - 1}}.run();
+      ColumnConsumer<Traits, kCapped>{{args, storage, warpgroup - 1}}.run();
     }
   }
 }

@@ -16,7 +16,7 @@ FLASHHOPPER_DEVICE auto recomputed(Fragment const& fragment) {
   return cute::make_tensor(descriptor, fragment.layout());
 }
 
-template <class Traits>
+template <class Traits, bool kCapped>
 struct KeyConsumer : BackwardConsumer<Traits> {
   using Base = BackwardConsumer<Traits>;
   using Element = typename Traits::Element;
@@ -27,8 +27,8 @@ struct KeyConsumer : BackwardConsumer<Traits> {
   static_assert(Traits::kQStages == 2 && Traits::kDoutStages == 2 && Traits::kExchangeTiles == 3);
   RingPosition<2> at;
   RingPosition<3> at_ds;
-  // Whether registers allow delta to be loaded while dP is on its way.
-  static constexpr bool kDeltaEarly = Base::kScores <= 32;
+  // Whether registers allow lse to be loaded while the scores, and delta while dP are on their way.
+  static constexpr bool kColumnsEarly = Base::kScores <= 32;
 
   FLASHHOPPER_DEVICE void run() {
     TileReader<BackwardStorage<Traits>> reader{storage};
@@ -114,30 +114,37 @@ struct KeyConsumer : BackwardConsumer<Traits> {
       issue_gemm<Accumulate::kFresh>(mma_s, tSrK, tSrQ(_, _, _, at.slot), tSrS);
       storage.dout_full[at.slot].wait(at.phase);
       issue_gemm<Accumulate::kFresh>(mma_dp, tPrV, tPrDO(_, _, _, at.slot), tPrP);
+      // Of the step at hand: read before its scores have arrived, for then nothing else would hide the latency.
+      bool is_masked = storage.step[at.slot].is_masked;
+      typename Base::ColumnValues columns;
+      if constexpr (kColumnsEarly) this->load_columns(columns, storage.lse_log2[at.slot]);
       warpgroup_wait<1>();
       warpgroup_fence_operand(tSrS);
-      for (bool ends_tile = false; !ends_tile;) {
+      for (int left = count; left > 0; --left) {
         // Scores have arrived, their gradient is being computed.
-        this->cap(scores);
-        this->mask_step(scores, storage.step[at.slot], warpgroup * kWarpgroupRows);
-        typename Base::ColumnValues columns;
-        this->load_columns(columns, storage.lse_log2[at.slot]);
+        if constexpr (kCapped) args.softcap.apply(scores);  // before the mask, whose -inf must stay
+        if (is_masked) {
+          this->mask_scores(scores, storage.step[at.slot].mask, warpgroup * kWarpgroupRows);
+        }
+        if constexpr (!kColumnsEarly) this->load_columns(columns, storage.lse_log2[at.slot]);
         this->exponentiate(scores, columns);
-        if constexpr (kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
+        if constexpr (kColumnsEarly) this->load_columns(columns, storage.delta[at.slot]);
+        // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
+        // multiplied with the dS of three steps ago, whose place this step's takes. Waited for here, because the
+        // compiler would move the exponentials behind the wait for dP, which they are to fill; not over this one.
+        bool const has_last = left != count;
+        auto const last = at_ds.before();
+        warpgroup_fence_operand(tSrS);
+        if (has_last) storage.ds_full[last.slot].wait(last.phase);
         warpgroup_wait<0>();
         warpgroup_fence_operand(tPrP);
-        if (this->has_softcap()) {
+        if constexpr (kCapped) {
           this->differentiate_capped(scores, gradients, storage.lse_log2[at.slot], storage.delta[at.slot], packed_p,
                                      packed_ds);
         } else {
-          if constexpr (!kDeltaEarly) this->load_columns(columns, storage.delta[at.slot]);
+          if constexpr (!kColumnsEarly) this->load_columns(columns, storage.delta[at.slot]);
           this->differentiate(scores, gradients, columns, packed_p, packed_ds);
         }
-        bool const has_last = !storage.step[at.slot].starts_tile;
-        // dS of the step before, by both warpgroups. That the other one has written its part also tells that it has
-        // multiplied with the dS of three steps ago, whose place this step's takes.
-        auto const last = at_ds.before();
-        if (has_last) storage.ds_full[last.slot].wait(last.phase);
         this->stage(mma_s, packed_ds, sDS_own(_, _, at_ds.slot));
         // dQ goes one step late, so that nobody waits for the other warpgroup's dS of the same step: one multiplies
         // while the other one exponentiates. The dQ that the first step computes is of whatever lies there, and so are
@@ -153,19 +160,20 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         publish(storage.ds_full[at_ds.slot], has_last);
         auto next = at;
         next.advance();
-        ends_tile = storage.step[at.slot].ends_tile;
-        if (!ends_tile) storage.q_full[next.slot].wait(next.phase);
+        if (left > 1) storage.q_full[next.slot].wait(next.phase);
+        is_masked = storage.step[next.slot].is_masked;
         warpgroup_wait<1>();
         warpgroup_fence_operand(tVrV);
         issue_gemm<Accumulate::kFresh>(mma_s, recomputed(tSrK), tSrQ(_, _, _, next.slot), tSrS);
         this->release(storage.dout_empty[at.slot]);
-        if (!ends_tile) storage.dout_full[next.slot].wait(next.phase);
+        if (left > 1) storage.dout_full[next.slot].wait(next.phase);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tKrK);
         issue_gemm<Accumulate::kFresh>(mma_dp, recomputed(tPrV), tPrDO(_, _, _, next.slot), tPrP);
         this->release(storage.q_empty[at.slot]);
         at = next;
         at_ds.advance();
+        if constexpr (kColumnsEarly) this->load_columns(columns, storage.lse_log2[at.slot]);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tSrS);
       }

@@ -22,7 +22,10 @@ cudaError_t launch_backward(BackwardArgs const& args, int grid, int device, cuda
 
   cudaError_t error = launch<preprocess_kernel<Element>>(chunks, kRowThreads, row_parameters, 0, device, stream);
   if (error == cudaSuccess && grid > 0) {
-    error = launch<backward_kernel<Traits>>(grid, kBackwardThreads, parameters, kSmemBytes, device, stream);
+    error =
+        args.softcap.factor != 0.f
+            ? launch<backward_kernel<Traits, true>>(grid, kBackwardThreads, parameters, kSmemBytes, device, stream)
+            : launch<backward_kernel<Traits, false>>(grid, kBackwardThreads, parameters, kSmemBytes, device, stream);
   }
   if (error != cudaSuccess) return error;
   return launch<postprocess_kernel<Element>>(chunks, kRowThreads, row_parameters, kRowSmemBytes, device, stream);

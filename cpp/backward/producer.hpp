@@ -33,15 +33,17 @@ struct KeyTiles {
 };
 
 // The steps of a tile: all query heads of the group, in each the query blocks that see any of its keys.
-// load(query block, head, chunk) brings the operands of one step.
+// load(query block, head, chunk) brings the operands of one step. What steps need of the tile is read once: behind the
+// wait for an empty slot every load from shared memory would delay the TMA.
 template <class Load>
 FLASHHOPPER_DEVICE void for_each_step(BackwardArgs const& args, BackwardTile const& tile, Load const& load) {
+  BlockRange const visited = tile.visited;
   int const first_head = tile.head * args.group;
+  int chunk = tile.first_chunk + first_head * args.query_blocks.count;  // fewer than 2^31, the host checked
 #pragma unroll 1
-  for (int head = first_head; head < first_head + args.group; ++head) {
-    int const chunk = tile.first_chunk + head * args.query_blocks.count;  // fewer than 2^31, the host checked
+  for (int head = first_head; head < first_head + args.group; ++head, chunk += args.query_blocks.count) {
 #pragma unroll 1
-    for (int m = tile.visited.begin; m < tile.visited.end; ++m) load(m, head, chunk + m);
+    for (int m = visited.begin; m < visited.end; ++m) load(m, head, chunk + m);
   }
 }
 
@@ -51,22 +53,23 @@ FLASHHOPPER_DEVICE void produce_queries(BackwardArgs const& args, BackwardStorag
   constexpr int kRowBytes = Traits::kTileM * int{sizeof(float)};
   RingPosition<Traits::kQStages> at;
   KeyTiles<Traits> const tiles{args};
-  TileSource source(PlaceCounter{args.counters}, tiles, storage);
+  // Where turns are kept, first places too: a CTA then waits only for CTAs that run.
+  TileSource source(PlaceCounter{args.counters, args.turns != nullptr}, tiles, storage);
   int slot = source.first();
   while (storage.tile[slot].block >= 0) {
     BackwardTile const& tile = storage.tile[slot];
+    RowOrigin const origin = tile.q;
     for_each_step(args, tile, [&](int m, int head, int chunk) {
       int const row = m * Traits::kTileM;
+      float const* const lse_log2 = args.lse_log2 + int64_t{chunk} * Traits::kTileM;
       storage.q_empty[at.slot].wait(at.phase ^ 1);
-      storage.step[at.slot] = {mask_of(args, tile.rows).block(tile.block * Traits::kTileN, row),
-                               m < tile.unmasked.begin || m >= tile.unmasked.end,
-                               m == tile.visited.begin && head == tile.head * args.group,
-                               m + 1 == tile.visited.end && head + 1 == (tile.head + 1) * args.group};
       tma_load_sequence<Traits::kTileM, Traits::kHeadDim, Traits::kBoxColumns>(
-          args.q, storage.q_full[at.slot], L2Hint::kEvictLast, storage.q[at.slot], tile.q, args.wrap, row, head, 0,
+          args.q, storage.q_full[at.slot], L2Hint::kEvictLast, storage.q[at.slot], origin, args.wrap, row, head, 0,
           kRowBytes);
-      bulk_load(args.lse_log2 + int64_t{chunk} * Traits::kTileM, storage.q_full[at.slot], storage.lse_log2[at.slot],
-                kRowBytes);
+      bulk_load(lse_log2, storage.q_full[at.slot], storage.lse_log2[at.slot], kRowBytes);
+      storage.step[at.slot] = {mask_of(args, tile.rows).block(tile.block * Traits::kTileN, row),
+                               m < tile.unmasked.begin || m >= tile.unmasked.end};
+      storage.q_full[at.slot].arrive();
       at.advance();
     });
     slot = source.next();
@@ -83,13 +86,14 @@ FLASHHOPPER_DEVICE void produce_output_gradients(BackwardArgs const& args, Backw
   int slot = reader.await();
   while (storage.tile[slot].block >= 0) {
     BackwardTile const& tile = storage.tile[slot];
+    RowOrigin const origin = tile.q;
     for_each_step(args, tile, [&](int m, int head, int chunk) {
+      float const* const delta = args.delta + int64_t{chunk} * Traits::kTileM;
       storage.dout_empty[at.slot].wait(at.phase ^ 1);
       tma_load_sequence<Traits::kTileM, Traits::kHeadDimV, Traits::kBoxColumnsV>(
-          args.dout, storage.dout_full[at.slot], L2Hint::kEvictLast, storage.dout[at.slot], tile.q, args.wrap,
+          args.dout, storage.dout_full[at.slot], L2Hint::kEvictLast, storage.dout[at.slot], origin, args.wrap,
           m * Traits::kTileM, head, 0, kRowBytes);
-      bulk_load(args.delta + int64_t{chunk} * Traits::kTileM, storage.dout_full[at.slot], storage.delta[at.slot],
-                kRowBytes);
+      bulk_load(delta, storage.dout_full[at.slot], storage.delta[at.slot], kRowBytes);
       at.advance();
     });
     reader.hand_back(slot);
@@ -199,10 +203,13 @@ FLASHHOPPER_DEVICE void add_query_gradients(BackwardArgs const& args, BackwardSt
   while (storage.tile[slot].block >= 0) {
     BackwardTile const& tile = storage.tile[slot];
     for_each_step(args, tile, [&](int m, int, int chunk) {
-      int const row = m * Traits::kTileM;
-      // The last key block that sees the row block has turn 0.
-      int const turn = mask_of(args, tile.rows).visited(row, row + Traits::kTileM, Traits::kTileN).end - 1 - tile.block;
-      if (args.turns != nullptr) await_value(args.turns + chunk, turn);
+      int turn = 0;
+      if (args.turns != nullptr) {
+        int const row = m * Traits::kTileM;
+        // The last key block that sees the row block has turn 0.
+        turn = mask_of(args, tile.rows).visited(row, row + Traits::kTileM, Traits::kTileN).end - 1 - tile.block;
+        await_value(args.turns + chunk, turn);
+      }
       float* sum = args.dq_sum + int64_t{chunk} * (Traits::kTileM * Traits::kHeadDim);
 #pragma unroll 1
       for (int part = 0; part < Traits::kDqParts; ++part) {

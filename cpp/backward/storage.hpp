@@ -23,8 +23,7 @@ struct BackwardTile : SequenceTile {
 // What consumers need to know of a step; the query warp writes it beside Q.
 struct alignas(16) Step {
   BlockMask mask;
-  bool is_masked;  // else every query sees every key
-  bool starts_tile, ends_tile;
+  int is_masked;  // 0: every query sees every key
 };
 
 // By keys: how a tile ends.
@@ -60,8 +59,8 @@ struct BackwardStorage {
   alignas(16) float lse_log2[Traits::kQStages][Traits::kTileM];
   alignas(16) float delta[Traits::kDoutStages][Traits::kTileM];
 
-  // Arrives: TMA through the query warp (Q with lse and what the step is) and the output-gradient warp (dO with delta).
-  // Waits: both consumer warpgroups.
+  // Arrives: TMA through the query warp (Q with lse) and the warp itself, when it has written what the step is; TMA
+  // through the output-gradient warp (dO with delta). Waits: both consumer warpgroups.
   Barrier q_full[Traits::kQStages];
   Barrier dout_full[Traits::kDoutStages];
   // Arrives: each consumer warp. Waits: the query and the output-gradient warp.
@@ -93,7 +92,7 @@ struct BackwardStorage {
 
   FLASHHOPPER_DEVICE void init_barriers() {
     for (int s = 0; s < Traits::kQStages; ++s) {
-      q_full[s].init(1);
+      q_full[s].init(2);
       q_empty[s].init(kConsumerWarps);
     }
     for (int s = 0; s < Traits::kDoutStages; ++s) {

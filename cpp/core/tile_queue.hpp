@@ -14,11 +14,14 @@ namespace flashhopper {
 // Where the places of a CTA come from: its first is its block index, later ones the device-wide counter gives.
 struct PlaceCounter {
   static constexpr int rank = 0;  // of a CTA that walks alone
-  int* counters;                  // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
+  int* counters;                  // [0] places counted, [1] CTAs done; zero before and after
+  bool counts_first = false;      // first places come from the counter too: only a CTA that runs then has one
 
-  FLASHHOPPER_DEVICE int first() const { return static_cast<int>(blockIdx.x); }
+  FLASHHOPPER_DEVICE int first() const { return counts_first ? take() : static_cast<int>(blockIdx.x); }
   // Asks for a place; settle() returns it, when the caller has no other work to do.
-  FLASHHOPPER_DEVICE int take() const { return atomicAdd(&counters[0], 1) + static_cast<int>(gridDim.x); }
+  FLASHHOPPER_DEVICE int take() const {
+    return atomicAdd(&counters[0], 1) + (counts_first ? 0 : static_cast<int>(gridDim.x));
+  }
   FLASHHOPPER_DEVICE int settle(int taken) const { return taken; }
   // Leaves the workspace zero for the next launch: the last one knows that nobody will take a place any more.
   FLASHHOPPER_DEVICE void finish() const { finish(static_cast<int>(gridDim.x)); }

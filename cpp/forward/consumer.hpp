@@ -73,10 +73,11 @@ struct ForwardConsumer {
   // Blocks of keys or values that the tile does not see, and other CTAs do: passed on unread.
   template <class Ring>
   FLASHHOPPER_DEVICE void pass_on(Barrier* full, Barrier* empty, Ring& ring, int count) {
-    if constexpr (!kShares) return;
-    for (; count > 0; --count) {
-      full[ring.slot].wait(ring.phase);
-      release(empty, ring);
+    if constexpr (kShares) {
+      for (; count > 0; --count) {
+        full[ring.slot].wait(ring.phase);
+        release(empty, ring);
+      }
     }
   }
   // All blocks of a tile that sees none, in the order in which they come.

@@ -353,10 +353,12 @@ def output(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, wants_gra
         raise ValueError(f"out has strides {out.stride()}: must be contiguous; copy the result where it is not")
 
 
-def apart(out: torch.Tensor, **inputs: torch.Tensor) -> None:
+def apart(out: torch.Tensor, **inputs: torch.Tensor | None) -> None:
     """Check that memory for the result is not that of an input, which would be overwritten while it is read."""
     begin, end = _extent(out)
     for name, x in inputs.items():
+        if x is None:
+            continue
         other_begin, other_end = _extent(x)
         if begin < other_end and other_begin < end:
             raise ValueError(f"out shares memory with {name}: must have its own")

@@ -31,13 +31,31 @@ def _kept_dense(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> int:
     return q.shape[0] * Mask(q.shape[1], k.shape[1], left, right).kept()
 
 
-def _kept_packed(packing: tuple[Any, ...], left: int, right: int) -> int:
+def is_fake(packing: tuple[Any, ...]) -> bool:
+    """Whether the offsets of packed sequences hold no numbers."""
+    return any(type(x) is not torch.Tensor or x.is_meta for x in packing[:2])
+
+
+def packed_lengths(packing: tuple[Any, ...], total_q: int, total_k: int) -> list[tuple[int, int]]:
+    """Queries and keys of each sequence, read on the host; packing is as of checks.packed. As the kernels have them
+    (cpp/core/seqlen.hpp): cut off at the ends of the tensors. Where there are only fakes, the longest's.
+    """
     cu_q, cu_k, used_q, used_k, max_q, max_k = packing
-    if any(type(x) is not torch.Tensor or x.is_meta for x in (cu_q, cu_k)):
-        return int((cu_q.shape[0] - 1) * Mask(max_q, max_k, left, right).kept())  # fake tensors hold no lengths
-    lengths_q = cu_q.diff().tolist() if used_q is None else used_q.tolist()
-    lengths_k = cu_k.diff().tolist() if used_k is None else used_k.tolist()
-    return sum(Mask(sq, sk, left, right).kept() for sq, sk in zip(lengths_q, lengths_k, strict=True))
+    if is_fake(packing):
+        return [(max_q, max_k)] * int(cu_q.shape[0] - 1)
+    sides = ((cu_q, used_q, total_q), (cu_k, used_k, total_k))
+    of_queries, of_keys = (_lengths(cu, used, total) for cu, used, total in sides)
+    return list(zip(of_queries, of_keys, strict=True))
+
+
+def _lengths(cu_seqlens: torch.Tensor, used: torch.Tensor | None, total: int) -> list[int]:
+    lengths = cu_seqlens.clamp(0, total).diff().clamp(min=0)
+    return (lengths if used is None else used.clamp(min=0).minimum(lengths)).tolist()
+
+
+def _kept_packed(q: torch.Tensor, k: torch.Tensor, packing: tuple[Any, ...], left: int, right: int) -> int:
+    lengths = packed_lengths(packing, q.shape[0], k.shape[0])
+    return sum(Mask(sq, sk, left, right).kept() for sq, sk in lengths)
 
 
 @register_flop_formula(torch.ops.flashhopper.forward, get_raw=True)
@@ -66,7 +84,7 @@ def _backward(
 @register_flop_formula(torch.ops.flashhopper.varlen_forward, get_raw=True)
 def _varlen_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **_: Any) -> int:
     left, right = rest[8:10]  # after six of packing, sink, softmax_scale
-    return forward_flops(_kept_packed(rest[:6], left, right), q.shape[1], q.shape[2], v.shape[2])
+    return forward_flops(_kept_packed(q, k, rest[:6], left, right), q.shape[1], q.shape[2], v.shape[2])
 
 
 @register_flop_formula(torch.ops.flashhopper.varlen_backward, get_raw=True)
@@ -74,7 +92,7 @@ def _varlen_backward(
     dout: torch.Tensor, dlse: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **_: Any
 ) -> int:
     packing, (left, right) = rest[2:8], rest[10:12]  # out and lse come first, then as in varlen_forward
-    return backward_flops(_kept_packed(packing, left, right), q.shape[1], q.shape[2], v.shape[2])
+    return backward_flops(_kept_packed(q, k, packing, left, right), q.shape[1], q.shape[2], v.shape[2])
 
 
 @register_flop_formula(torch.ops.flashhopper.fp8_forward, get_raw=True)
@@ -101,4 +119,4 @@ def _forward8(q8: torch.Tensor, k8: torch.Tensor, *rest: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.flashhopper.fp8_varlen_forward, get_raw=True)
 def _fp8_varlen_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: str, *rest: Any, **_: Any) -> int:
     left, right = rest[7:9]  # after six of packing, softmax_scale
-    return forward_flops(_kept_packed(rest[:6], left, right), q.shape[1], q.shape[2], v.shape[2])
+    return forward_flops(_kept_packed(q, k, rest[:6], left, right), q.shape[1], q.shape[2], v.shape[2])

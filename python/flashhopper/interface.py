@@ -66,7 +66,8 @@ def flash_attn_func(
             lse (docs/numerics.md).
         return_lse: also return lse, which is differentiable too.
         out: memory for the result, contiguous, of its shape and dtype and apart from the inputs', for calls without
-            gradients. The Hopper kernels write to it in eager calls in 16 bits; elsewhere the result is copied there.
+            gradients. The Hopper kernels write to it in eager calls in 16 bits, whose address must then be a multiple
+            of 16 bytes; elsewhere the result is copied there.
         absent: dropout_p, alibi_slopes, attn_bias and attn_mask, which are refused unless they ask for nothing.
 
     Returns:
@@ -258,10 +259,11 @@ def flash_attn_varlen_func(
     left, right = checks.normalize_window(causal, window_size)
     left, right = checks.widen_window(left, right, max_seqlen_q, max_seqlen_k)
     if out is not None:
-        ops.check_output(out, q, k, v, sink)
+        offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        ops.check_output(out, q, k, v, sink, **offsets, seqused_q=seqused_q, seqused_k=seqused_k)
     result, lse = ops.packed_attention(
-        q, k, v, sink, *packing, softmax_scale, left, right, softcap, sm_margin, deterministic, backends.backend()
+        q, k, v, sink, *packing, softmax_scale, left, right, softcap, sm_margin, deterministic, backends.backend(), out
     )
-    if out is not None:
+    if out is not None and result is not out:
         result = out.copy_(result)
     return (result, lse) if return_lse else result

@@ -223,14 +223,35 @@ def varlen_forward(
     backend: str,
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::varlen_forward on real tensors."""
-    packing = tiled.Packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    return run_packed(q, k, v, sink, packing, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+
+
+def run_packed(
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    sink: _Tensor | None,
+    given: tuple[Any, ...],
+    softmax_scale: float,
+    window_left: int,
+    window_right: int,
+    softcap: float,
+    sm_margin: int,
+    backend: str,
+    into: _Tensor | None = None,
+) -> tuple[_Tensor, _Tensor]:
+    """Attention over packed sequences on the engine that serves it. given: the packing, as of checks.packed; into:
+    memory that the Hopper engine writes out to.
+    """
+    packing = tiled.Packing(*given)
     sizes = checks.packed(q, k, v, *packing)
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale):
         options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
-        return hopper_options.packed_forward(q, k, v, sink, packing, sizes, options)
+        return hopper_options.packed_forward(q, k, v, sink, packing, sizes, options, into)
     settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
     return tiled.packed_forward(q, k, v, sink, packing, settings)
 

@@ -24,6 +24,7 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 any_autocast = torch._C._is_any_autocast_enabled
 _is_dynamo = torch.compiler.is_dynamo_compiling
 _tracing_state = torch._C._get_tracing_state
+_increment_version = torch.autograd.graph.increment_version
 
 _SCALES, _CHOICES = (type(None), float), (type(None), bool)
 
@@ -70,11 +71,16 @@ def wants_gradient(q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None) -> 
     )
 
 
-def check_output(out: _Tensor, q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None = None) -> None:
-    """Whether the result of checked q, k, v may go to out."""
+def check_output(
+    out: _Tensor, q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None = None, **offsets: _Tensor | None
+) -> None:
+    """Whether the result of checked q, k, v may go to out; autograd then knows that out changes."""
     checks.output(out, (*q.shape[:-1], v.shape[-1]), q, wants_gradient(q, k, v, sink))
-    if is_plain(q, k, v, sink) and type(out) is _Tensor:  # others have no addresses
-        checks.apart(out, q=q, k=k, v=v)
+    if is_plain(q, k, v, sink):  # others have no addresses
+        if type(out) is not _Tensor and type(out) is not torch.nn.Parameter:
+            raise ValueError(f"out is a {type(out).__name__}, q, k and v are plain tensors: must be one too")
+        checks.apart(out, q=q, k=k, v=v, sink=sink, **offsets)
+        _increment_version(out)  # the kernels write where torch does not see it
 
 
 def call_key(
@@ -165,9 +171,14 @@ def packed_attention(
     sm_margin: int,
     deterministic: bool,
     backend: str,
+    into: _Tensor | None = None,
 ) -> tuple[_Tensor, _Tensor]:
-    """Checked attention over packed sequences."""
+    """Checked attention over packed sequences; into is memory that may be written to, not must."""
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    # The operator, which must not write to its inputs, has no such memory.
+    if into is not None and is_plain(q, k, v, sink) and not wants_gradient(q, k, v, sink):
+        settings = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+        return library.run_packed(q, k, v, sink, packing, *settings, into)
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     refuse_tangents(q, k, v, sink)
     run = library.varlen_forward_op if is_dispatched() else _differentiable_varlen

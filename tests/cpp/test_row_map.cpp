@@ -71,7 +71,7 @@ void every_query_has_one_row(int batch, int kv_heads, int group, int pack, int s
   std::vector<int> owners(batch * heads * seqlen_q, 0);
   for (int i = 0; i < args.schedule.total() * cluster; ++i) {
     SequenceTile tile;
-    QueryTiles{args, i % cluster}.put(i / cluster, tile);
+    QueryTiles<T>{args, i % cluster}.put(i / cluster, tile);
     CHECK(first_position<T>(args, tile, 0) < seqlen_q || tile.block % cluster > 0);
     blocks_keep_what_the_mask_keeps<T>(args, tile);
     for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {

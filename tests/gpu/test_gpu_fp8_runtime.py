@@ -301,6 +301,14 @@ def test_explain_names_the_kernel() -> None:
     q, k, v = draw8(Case())
     plan = flashhopper.explain(q, k, v, fp8=Fp8Recipe())
     assert (plan.backend, plan.quantizer) == ("hopper", "the Hopper quantiser")
+    assert plan.config.startswith("fwd8")
+    assert 0 < plan.grid <= plan.tiles
+    packing = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), torch.tensor([0, 333], dtype=torch.int32, device="cuda"))
+    packed = [x[0, :333].contiguous() for x in (q, k, v)]
+    plan = flashhopper.explain(*packed, **packing, max_seqlen_q=333, max_seqlen_k=333, fp8=Fp8Recipe())
+    assert (plan.backend, plan.quantizer, plan.is_bound) == ("hopper", "the Hopper quantiser", True)
+    assert plan.config.startswith("fwd8")
+    assert 0 < plan.grid <= plan.tiles
 
 
 @pytest.mark.xdist_group("large")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from gpu_support import DTYPES, GUARD, NAN, assert_equal_bits, draw, judge
@@ -65,6 +67,14 @@ def test_in_a_graph(causal: bool) -> None:
         assert_equal_bits(out, flashhopper.flash_attn_func(q, k, v, causal=causal))
 
 
+def test_a_misaligned_address_is_refused_in_packed_calls_too() -> None:
+    arguments = _packed(12, 64, 64)
+    store = torch.full((310 * 4 * 64 + 8,), NAN, dtype=arguments[0].dtype, device="cuda")
+    with pytest.raises(ValueError, match="out cannot be written in 16-byte pieces"):
+        flashhopper.flash_attn_varlen_func(*arguments, out=store[1:-7].view(310, 4, 64))
+    assert store.isnan().all()
+
+
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_a_misaligned_address_is_refused_by_name(softcap: float) -> None:
     q, k, v = draw(5, 1, 64, 64, 2, 2, 64)
@@ -84,12 +94,57 @@ def test_with_options(option: dict[str, object]) -> None:
     assert store[-GUARD:].isnan().all()
 
 
-def test_packed() -> None:
-    q, k, v = (x[0] for x in draw(7, 1, 300, 400, 4, 2, 64))
-    offsets_q, offsets_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 300], [0, 0, 400]))
-    arguments = (q, k, v, offsets_q, offsets_k, 200, 400)
-    out, store = _guarded(q.shape, q.dtype)
-    assert flashhopper.flash_attn_varlen_func(*arguments, causal=True, out=out) is out
-    assert_equal_bits(out, flashhopper.flash_attn_varlen_func(*arguments, causal=True))
+def _packed(seed: int, head_dim: int, head_dim_v: int) -> tuple[Any, ...]:
+    """Sequences without queries, without keys, and rows of no sequence at the end."""
+    q, k, v = (x[0] for x in draw(seed, 1, 310, 400, 4, 2, head_dim, head_dim_v))
+    offsets_q, offsets_k = (
+        torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 100, 100, 171, 300], [0, 0, 33, 300, 400])
+    )
+    return q, k, v, offsets_q, offsets_k, 129, 267
+
+
+@MASKS
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window_size": (40, 0)}], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (40, 72)], ids=str)
+def test_packed(dims: tuple[int, int], options: dict[str, Any], causal: bool) -> None:
+    arguments = _packed(7, *dims)
+    expected, expected_lse = flashhopper.flash_attn_varlen_func(*arguments, causal=causal, return_lse=True, **options)
+    out, store = _guarded((310, 4, dims[1]), arguments[0].dtype)
+    result, lse = flashhopper.flash_attn_varlen_func(*arguments, causal=causal, out=out, return_lse=True, **options)
+    assert result is out
+    assert_equal_bits(out, expected)
+    assert_equal_bits(lse, expected_lse)
+    assert not out.isnan().any()
     assert store[:GUARD].isnan().all()
     assert store[-GUARD:].isnan().all()
+
+
+def test_packed_calls_allocate_no_memory_for_it() -> None:
+    q, k, v = (x[0] for x in draw(8, 1, 32768, 32768, 8, 8, 128))
+    offsets = torch.tensor([0, 32768], dtype=torch.int32, device="cuda")
+    arguments = (q, k, v, offsets, offsets, 32768, 32768)
+    out = torch.empty_like(q)
+    flashhopper.flash_attn_varlen_func(*arguments, causal=True, out=out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    flashhopper.flash_attn_varlen_func(*arguments, causal=True, out=out)
+    assert torch.cuda.max_memory_allocated() - before < out.nbytes // 8  # lse, and the list of blocks
+
+
+def test_packed_in_a_graph() -> None:
+    arguments = _packed(9, 128, 128)
+    out = torch.full((310, 4, 128), NAN, dtype=arguments[0].dtype, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        flashhopper.flash_attn_varlen_func(*arguments, causal=True, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flashhopper.flash_attn_varlen_func(*arguments, causal=True, out=out)
+    for seed in (10, 11):
+        for target, source in zip(arguments[:3], _packed(seed, 128, 128)[:3], strict=True):
+            target.copy_(source)
+        out.fill_(NAN)
+        graph.replay()
+        assert_equal_bits(out, flashhopper.flash_attn_varlen_func(*arguments, causal=True))

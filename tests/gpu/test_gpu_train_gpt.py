@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import example_programs
+
 pytestmark = pytest.mark.usefixtures("hopper_gradients")
-PROGRAM = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_gpt", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_gpt"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return example_programs.load("train_gpt")
 
 
 @pytest.mark.xdist_group("training")

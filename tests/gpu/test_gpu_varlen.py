@@ -25,6 +25,7 @@ from options_support import (
 )
 
 import flashhopper
+from flashhopper.engine import hopper
 
 MASKS = pytest.mark.parametrize("options", [PLAIN, CAUSAL], ids=["full", "causal"])
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72), (128, 64)]
@@ -267,6 +268,31 @@ def test_gradients_come_from_somewhere() -> None:
     exact, _ = packed_attention(Packed(*exact_leaves, batch.lengths_q, batch.lengths_k), CAUSAL, torch.float64)
     for mine, right in zip(found, torch.autograd.grad(exact, exact_leaves, dout.double()), strict=True):
         assert (mine.double() - right).abs().max().item() < 5e-2
+
+
+def test_explain() -> None:
+    """The workspace is what a call allocates beside its results, and nothing else of the plan is of a dense call."""
+    batch = draw_packed(13, [1000, 0, 65, 3000], [700, 3, 130, 3000], 8, 2, 128)
+    packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (batch.cu_q, batch.cu_k), strict=True))
+    longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), batch.longest(), strict=True))
+    plan = flashhopper.explain(batch.q, batch.k, batch.v, causal=True, **packing, **longest)
+    assert (plan.backend, plan.is_bound, plan.copies) == ("hopper", True, ())
+    assert plan.config.startswith("fwd_hd128")
+    assert plan.gradients.startswith("hopper, bwd_hd128")
+    assert "list made on the device" in plan.scheduler
+    blocks = sum(-(-n // plan.tile_m) for n in batch.lengths_q)
+    assert 0 < plan.grid <= 8 * blocks <= plan.tiles
+    public(batch, CAUSAL)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    out, lse = flashhopper.flash_attn_varlen_func(
+        *(batch.q, batch.k, batch.v), **packing, **longest, causal=True, return_lse=True
+    )
+    # The rest of the workspace is kept from call to call.
+    of_this_call = plan.workspace_bytes - hopper.module.workspace_bytes()
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert peak - before == out.nbytes + lse.nbytes + of_this_call
 
 
 CHUNKS, PER_CHUNK = 6, 16

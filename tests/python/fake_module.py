@@ -129,7 +129,8 @@ class FakeModule:
         pack_gqa: int = -1,
     ) -> dict[str, object]:
         """Heads share tiles where that is asked for, all of a group."""
-        self.plan_arguments = (sizes, dtype, sm_margin, num_sms)
+        packed = () if totals == (0, 0) else (totals,)
+        self.plan_arguments = (sizes, dtype, sm_margin, num_sms, *packed)
         packed_heads = sizes[1] // sizes[2] if pack_gqa == 1 else 1
         return self._plan("fwd", "forward", self.rows, sizes) | {"packed_heads": packed_heads}
 
@@ -157,6 +158,12 @@ class FakeModule:
                 f"(built, up to: {built})"
             )
         return self._row(kind, *min(fitting))
+
+    def forward8_plan(
+        self, sizes: Sequence[int], format: int, dtype: int, sm_margin: int, num_sms: int
+    ) -> dict[str, object]:
+        self.plan_arguments = (sizes, format, dtype, sm_margin, num_sms)
+        return self._plan("fwd8", "8-bit forward", self.rows, sizes)
 
     def backward(self, *arguments: Any) -> None:
         call = self._unpack(BACKWARD_PARAMETERS, BACKWARD_TENSORS, arguments)

@@ -235,3 +235,40 @@ def test_the_gradient_of_packed_sequences_is_straight_through(module: Fp8Module)
     (call,) = module.backward_calls
     assert [call[name] for name in ("q", "k", "v", "out")] == [x.data_ptr() for x in (*leaves, out)]
     assert call["lse"] == module.attended[0][2]
+
+
+PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+
+
+def test_explain_of_packed_sequences(module: Fp8Module) -> None:
+    tensors, rest = packed()
+    options = dict(zip(PACKING, rest, strict=True))
+    plan = fh.explain(*tensors, **options, causal=True, fp8=fh.Fp8Recipe(), sm_margin=2)  # type: ignore[arg-type]
+    assert module.plan_arguments == ((3, 4, 2, 5, 140, 40, 40, -1, 0), module.INT8, module.BF16, 2, 132)
+    assert (plan.backend, plan.config, plan.quantizer) == ("hopper", "fwd8_hd64_m128_n160", "the Hopper quantiser")
+    assert (plan.tiles, plan.grid, plan.is_bound) == (4 * (9 // 128 + 3 + 1), 16, True)
+    assert plan.workspace_bytes == module.workspace_bytes() + module.packed_workspace_bytes(3, 9)
+    assert plan.scheduler.startswith("thread blocks take tiles from a counter, by a list made on the device")
+    assert plan.gradients.startswith("straight-through; hopper, bwd_hd64")
+    per_head = fh.Fp8Recipe(k_block=0)
+    plan = fh.explain(*tensors, **options, fp8=per_head)  # type: ignore[arg-type]
+    why = "k_block is 0, the quantiser kernel takes 128"
+    assert (plan.backend, plan.why, plan.quantizer, plan.is_bound) == ("tiled", why, f"torch ops: {why}", False)
+    assert plan.config.startswith("8-bit attention emulated in torch ops, 2 KV head(s) of the sequence")
+    with fh.set_backend("hopper"):
+        plan = fh.explain(*tensors, **options, fp8=per_head)  # type: ignore[arg-type]
+    assert (plan.backend, plan.config, plan.scheduler) == ("hopper", "none", "none")
+    assert plan.why == f"the call would raise RuntimeError, {why}"
+    assert not module.attended
+
+
+def test_explain_of_a_dense_call(module: Fp8Module) -> None:
+    plan = fh.explain(*inputs(), causal=True, fp8=fh.Fp8Recipe.e4m3())
+    assert module.plan_arguments == ((2, 4, 2, 9, 140, 40, 64, -1, 0), module.E4M3, module.BF16, 0, 132)
+    assert (plan.config, plan.grid, plan.tiles, plan.is_bound) == ("fwd8_hd64_m128_n160", 132, 64, False)
+    assert plan.scheduler.startswith("clusters of 2 thread blocks take tiles from a counter; as many KV heads")
+    turned = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in inputs()]
+    assert fh.explain(*turned, fp8=fh.Fp8Recipe()).copies[0].startswith("q (head_dim stride 4 is not 1)")
+    assert fh.explain(inputs()[0][:, :0], *inputs()[1:], fp8=fh.Fp8Recipe()).notes == (
+        "the problem is empty: nothing is launched",
+    )

@@ -88,6 +88,37 @@ def test_memory_of_an_input_is_refused(attend: Attend, shape: tuple[int, ...]) -
             attend(*arguments[:2], v, out=out)
 
 
+def test_memory_of_sinks_and_offsets_is_refused() -> None:
+    store = torch.zeros(9 * 4 * 72)
+    q, k, v = (x[0] for x in inputs())
+    for name, x in (("sink", store[-4:]), ("cu_seqlens_q", store[:4].view(torch.int32)), ("seqused_k", store[:3])):
+        x = x if name == "sink" else x.view(torch.int32)
+        options = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), packing(), strict=True))
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            fh.flash_attn_varlen_func(q, k, v, **{**options, name: x}, out=store.view(9, 4, 72))
+    assert not store.any()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@BOTH
+def test_another_kind_of_tensor_is_refused(attend: Attend, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="out is a Subclass, q, k and v are plain tensors"):
+        attend(*inputs(), out=torch.zeros(shape).as_subclass(Subclass))
+
+
+@BOTH
+def test_autograd_knows_that_it_changes(attend: Attend, shape: tuple[int, ...]) -> None:
+    leaf = torch.ones(shape, requires_grad=True)
+    out = torch.ones(shape)
+    product = leaf * out
+    attend(*inputs(), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
 def test_with_eight_bits_it_is_refused() -> None:
     q, k, v = inputs(torch.bfloat16)
     with pytest.raises(NotImplementedError, match="out is not available with fp8"):
@@ -133,3 +164,44 @@ def test_the_kernel_gets_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="out shares memory with k"):
         dense_call(q, k, v, out=store.view(2, 9, 4, 72))
     assert len(module.calls) == 4
+
+
+def test_the_kernel_gets_its_address_in_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: FakeModule = install(monkeypatch)
+    q, k, v = (x[0] for x in inputs(torch.bfloat16))
+    out = torch.zeros(9, 4, 72).bfloat16()
+    for options in ({}, {"softcap": 2.0}, {"sink": torch.zeros(4), "window_size": (3, 0)}):
+        result, lse = packed_call(q, k, v, out=out, return_lse=True, **options)
+        assert result is out
+        call = module.forward_calls[-1]
+        assert (call["out"], call["lse"]) == (out.data_ptr(), lse.data_ptr())
+        assert call["out_strides"][1:] == (4 * 72, 72)
+    assert len(module.forward_calls) == 3
+    leaf = q.clone().requires_grad_()
+    with torch.no_grad():
+        assert packed_call(leaf, k, v, out=out) is out
+    assert module.forward_calls[-1]["out"] == out.data_ptr()
+    with pytest.raises(ValueError, match="a gradient is wanted"):
+        packed_call(leaf, k, v, out=out)
+    store = torch.zeros(9 * 4 * 72 + 8).bfloat16()
+    with pytest.raises(ValueError, match="out cannot be written in 16-byte pieces: its address"):
+        packed_call(q, k, v, out=store[1:-7].view(9, 4, 72))
+    assert len(module.forward_calls) == 4
+
+
+def test_packed_calls_without_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: FakeModule = install(monkeypatch)
+    q, k, v = (x[0] for x in inputs(torch.bfloat16))
+    offsets, out = torch.zeros(3, dtype=torch.int32), torch.zeros(0, 4, 72).bfloat16()
+    assert fh.flash_attn_varlen_func(q[:0], k, v, offsets, offsets, 0, 0, out=out) is out
+    assert module.forward_calls == []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_packed(dynamic: bool) -> None:
+    compiled = torch.compile(packed_call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    q, k, v = (x[0] for x in inputs())
+    out = torch.zeros(9, 4, 72)
+    with torch.no_grad():
+        compiled(q, k, v, out=out)
+    assert torch.equal(out, packed_call(q, k, v))

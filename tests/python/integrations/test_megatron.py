@@ -1,10 +1,7 @@
 """examples/megatron_attention.py in Megatron-core's GPT, against Megatron's own core attention."""
 
 import contextlib
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 from frameworks import require
 
+import example_programs
 import flashhopper
 
 require("megatron.core.transformer.dot_product_attention")
@@ -20,18 +18,10 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-PROGRAM = Path(__file__).parents[3] / "examples" / "megatron_attention.py"
-
 
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("megatron_attention", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["megatron_attention"] = module
-    spec.loader.exec_module(module)
-    return module
+    return example_programs.load("megatron_attention")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -153,6 +153,31 @@ void scaled_nan_stays_visible() {
   for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
 }
 
+// The reference stays, and nothing is rescaled, until the maximum has risen by more than the slack; no probability
+// exceeds 2^slack, and the result does not depend on when it moved.
+void references_follow_beyond_the_slack() {
+  OnlineSoftmax softmax(1.f);
+  double total = 0.0;
+  float reference = -INFINITY;
+  for (float maximum : {-3.f, 1.f, 5.f, 5.f, 4.f, 5.5f, 13.f, 20.f, 14.f, 40.f, 48.f}) {
+    float scores[kElements];
+    for (float& score : scores) score = maximum;
+    bool const moves = maximum - reference > OnlineSoftmax::kSlack;
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      float const rescale = softmax.follow(scores, r);
+      CHECK(moves ? rescale == std::exp2(reference - maximum) : rescale == 1.f);
+      CHECK(softmax.reference[r] == (moves ? maximum : reference));
+      softmax.exponentiate(scores, r);
+    }
+    if (moves) reference = maximum;
+    for (float p : scores) CHECK(p == std::exp2(maximum - reference) && p <= 256.f);
+    total += kElements / 2.0 * std::exp2(double{maximum});
+  }
+  float normalise[kRowsPerThread], lse[kRowsPerThread];
+  softmax.finish(normalise, lse);
+  for (float x : lse) CHECK(close(x, std::log(total), 1e-6));
+}
+
 // A NaN score reaches both results, also where every score is NaN.
 void nan_stays_visible(bool everywhere) {
   OnlineSoftmax softmax(1.f);
@@ -220,6 +245,7 @@ void caps_are_tangents() {
 
 int main() {
   caps_are_tangents();
+  references_follow_beyond_the_slack();
   nan_stays_visible(false);
   nan_stays_visible(true);
   scaled_nan_stays_visible();

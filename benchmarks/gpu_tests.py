@@ -37,7 +37,10 @@ class Suite(NamedTuple):
 # The first suite that has a pattern of a file's name runs it: the last one takes what the others leave.
 SUITES = {
     "tests:dense": Suite(
-        tuple(f"test_gpu_{name}.py" for name in ("forward", "fuzz", "large", "layouts", "numerics", "runtime")), 200
+        tuple(
+            f"test_gpu_{name}.py" for name in ("forward", "clusters", "fuzz", "large", "layouts", "numerics", "runtime")
+        ),
+        200,
     ),
     "tests:backward": Suite(("test_gpu_backward*.py", "test_gpu_train_gpt.py"), 200),
     "tests:fp8": Suite(("test_gpu_fp8*.py", "test_gpu_quantize*.py"), 200),

@@ -1,0 +1,84 @@
+"""Clusters of the forward: neighbouring tiles that load keys for one another give what a tile alone gives.
+
+Lengths with many query blocks, an odd last one, blocks whose neighbour sees more keys, and blocks that see none.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_support import DTYPES, assert_attends, assert_equal_bits, draw, judged, poisoned_forward
+
+import flashhopper
+
+SHARED = [(128, 128), (192, 192), (192, 128), (256, 256)]  # head dimensions whose kernels have clusters
+LENGTHS = [(2048, 2048), (2100, 2100), (2304, 300), (2100, 5), (256, 2500), (1000, 1000), (2049, 2177)]
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+DIMS = pytest.mark.parametrize("dims", SHARED, ids=lambda dims: f"d{dims[0]}v{dims[1]}")
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+@MASKS
+@DIMS
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: f"{x[0]}x{x[1]}")
+def test_float64(dims: tuple[int, int], lengths: tuple[int, int], causal: bool) -> None:
+    for index, dtype in enumerate(DTYPES):
+        assert_attends(*draw(index, 1, *lengths, 4, 2, *dims, dtype=dtype), causal)
+
+
+@MASKS
+@DIMS
+@pytest.mark.parametrize("margin", [0, 1, -2, -3])
+def test_bits_do_not_depend_on_clusters(dims: tuple[int, int], causal: bool, margin: int) -> None:
+    """One multiprocessor has no cluster, more have. margin < 0 leaves so many multiprocessors."""
+    margin = margin % _multiprocessors()
+    for seqlen_q, seqlen_k in ((2100, 2100), (1024, 700)):
+        q, k, v = draw(seqlen_q, 2, seqlen_q, seqlen_k, 6, 2, *dims)
+        alone = poisoned_forward(q, k, v, causal, sm_margin=_multiprocessors() - 1)
+        together = poisoned_forward(q, k, v, causal, sm_margin=margin)
+        judged.count += 1
+        for a, b in zip(alone, together, strict=True):
+            assert_equal_bits(a, b)
+
+
+@DIMS
+@pytest.mark.parametrize("window", [(-1, 37), (-1, 700)], ids=str)
+def test_right_bounds_and_caps(dims: tuple[int, int], window: tuple[int, int]) -> None:
+    """A bound on the right beyond the diagonal, and a cap; a left bound has no clusters."""
+    q, k, v = draw(3, 1, 1500, 1400, 4, 2, *dims)
+    sink = torch.randn(4, device="cuda")
+    for options in ({}, {"softcap": 20.0, "sink": sink}):
+        plan = flashhopper.explain(q, k, v, window_size=window)
+        assert (plan.backend, plan.cluster) == ("hopper", 2), plan
+        out = flashhopper.flash_attn_func(q, k, v, window_size=window, **options)
+        exact, _ = flashhopper.reference_attention(q, k, v, window_size=window, **options)
+        judged.count += 1
+        assert (out.double() - exact).abs().max() < 2e-2
+
+
+def test_plan() -> None:
+    """Which calls have clusters."""
+    q, k, v = draw(0, 1, 2048, 2048, 4, 4, 128)
+    assert flashhopper.explain(q, k, v).cluster == 2
+    assert flashhopper.explain(q, k, v, causal=True).cluster == 2
+    assert flashhopper.explain(q, k, v, window_size=(64, 0)).cluster == 1
+    assert flashhopper.explain(q[:, :300], k, v).cluster == 1  # three blocks
+    assert flashhopper.explain(q[..., :64], k[..., :64], v[..., :64]).cluster == 1
+
+
+@MASKS
+def test_graph(causal: bool) -> None:
+    """Clusters in a captured graph, replayed: the counter is left zero."""
+    q, k, v = draw(1, 1, 4096, 4096, 8, 8, 128)
+    expected = flashhopper.flash_attn_func(q, k, v, causal=causal)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashhopper.flash_attn_func(q, k, v, causal=causal)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        judged.count += 1
+        assert_equal_bits(out, expected)

@@ -13,6 +13,7 @@ import torch
 FP16, BF16 = 0, 1
 DTYPE_CODES = {torch.float16: FP16, torch.bfloat16: BF16}
 UNSUPPORTED = 2  # flashhopper_status
+PACK_WHERE_IT_PAYS = -1
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -45,6 +46,7 @@ class ForwardParams(Structure):
         *[(name, c_void_p) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")],
         *[(name, c_int64) for name in ("total_q", "total_k")],
         ("packed_workspace", c_void_p),
+        ("pack_gqa", c_int32),
     ]
 
 
@@ -83,6 +85,7 @@ class Plan(Structure):
         ("flops", c_double),
         ("bytes", c_double),
         ("cluster", c_int32),
+        ("packed_heads", c_int32),
     ]
 
     def as_dict(self) -> dict[str, Any]:
@@ -175,7 +178,7 @@ class Library:
         sm_margin: int = 0,
     ) -> ForwardParams:
         """The struct of one call on the current stream; the tensors must outlive it."""
-        return ForwardParams(
+        params = ForwardParams(
             *(_view(x) for x in (q, k, v, out)),
             lse.data_ptr() if lse is not None else None,
             self.workspace(q.device).data_ptr(),
@@ -185,6 +188,8 @@ class Library:
             sm_margin,
             _stream(q),
         )
+        params.pack_gqa = PACK_WHERE_IT_PAYS
+        return params
 
     def launch(self, params: ForwardParams) -> None:
         self._check("flashhopper_forward", self._dll.flashhopper_forward(ctypes.byref(params)))

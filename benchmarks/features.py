@@ -31,7 +31,7 @@ AGREE = 0.02  # relative rmse of a contender against ours; 16-bit kernels differ
 
 @dataclass(frozen=True)
 class Case:
-    """One row. The cell's seqlen is that of every sequence, or the longest of `lengths` where these are given."""
+    """One row. The cell's seqlens are those of every sequence, or the longest of `lengths` where these are given."""
 
     feature: str  # window, gqa, varlen or options
     cell: Cell
@@ -47,9 +47,17 @@ class Case:
         return len(set(self.lengths)) == 1
 
     @property
+    def is_short(self) -> bool:
+        """Whether few queries meet many keys."""
+        return self.cell.seqlen_q < self.cell.seqlen_k
+
+    @property
     def flops(self) -> float:
-        each = self.lengths or (self.cell.seqlen_q,) * self.cell.batch
-        kept = sum(kept_scores(length, self.cell.causal, self.left) for length in each)
+        if self.is_short:
+            kept = self.cell.batch * self.cell.kept_scores
+        else:
+            each = self.lengths or (self.cell.seqlen_q,) * self.cell.batch
+            kept = sum(kept_scores(length, self.cell.causal, self.left) for length in each)
         forward = 2.0 * kept * self.cell.heads * (self.cell.head_dim + self.cell.head_dim_v)
         return forward * (BACKWARD_FLOPS if self.cell.op == "bwd" else 1.0)
 
@@ -83,6 +91,11 @@ def _gqa(seqlen: int, batch: int) -> Case:
     return Case("gqa", Cell("bf16", 128, 128, True, batch, 64, 8, seqlen, seqlen))
 
 
+def _short(seqlen_q: int) -> Case:
+    """Grouped heads as in generation with a long context; not causal, which torch aligns top-left."""
+    return Case("gqa", Cell("bf16", 128, 128, False, 16, 64, 8, seqlen_q, 8192))
+
+
 def _varlen(head_dim: int, causal: bool, lengths: tuple[int, ...]) -> Case:
     heads, longest = 2048 // head_dim, max(lengths)
     cell = Cell("bf16", head_dim, head_dim, causal, len(lengths), heads, heads, longest, longest)
@@ -96,6 +109,7 @@ def _backward(case: Case) -> Case:
 FORWARD: tuple[Case, ...] = (
     *(_window(seqlen, 32768 // seqlen) for seqlen in (16384, 32768)),
     *(_gqa(seqlen, batch) for seqlen, batch in ((2048, 16), (8192, 2), (16384, 1), (32768, 1))),
+    *(_short(seqlen_q) for seqlen_q in (1, 8, 64)),
     *(_varlen(128, causal, (2048,) * batch) for batch in (8, 16) for causal in (False, True)),
     *(_varlen(head_dim, True, (2048,) * 16) for head_dim in (64, 256)),
     _varlen(128, True, ragged_lengths()),
@@ -110,12 +124,17 @@ def inputs(case: Case, seed: int, device: str) -> Tensors:
     """Fresh normal q, k, v, and dout for a backward: (batch, seqlen, heads, head_dim), or packed without batch."""
     cell = case.cell
     generator = torch.Generator(device=device).manual_seed(seed)
-    rows = (sum(case.lengths),) if case.lengths else (cell.batch, cell.seqlen_q)
-    shapes = [(cell.heads, cell.head_dim), (cell.kv_heads, cell.head_dim), (cell.kv_heads, cell.head_dim_v)]
+    packed = (sum(case.lengths),)
+    rows, keys = ((packed if case.lengths else (cell.batch, n)) for n in (cell.seqlen_q, cell.seqlen_k))
+    shapes = [
+        (*rows, cell.heads, cell.head_dim),
+        (*keys, cell.kv_heads, cell.head_dim),
+        (*keys, cell.kv_heads, cell.head_dim_v),
+    ]
     if cell.op == "bwd":
-        shapes.append((cell.heads, cell.head_dim_v))
+        shapes.append((*rows, cell.heads, cell.head_dim_v))
     dtype = TORCH_DTYPES[cell.dtype]
-    return tuple(torch.randn((*rows, *shape), generator=generator, device=device).to(dtype) for shape in shapes)
+    return tuple(torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
 
 
 def _wrong_output(case: Case, out: torch.Tensor, tensors: Tensors) -> str | None:

@@ -18,6 +18,7 @@ from benchmarks.timing import describe
 
 MODULES = {"flashhopper": "flashhopper", "fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}
 DENSE, WITH_SOFTCAP, WITH_SINK = "flashhopper_dense", "flashhopper_softcap", "flashhopper_sink"
+UNPACKED = "flashhopper_unpacked"  # tiles of one query head
 
 
 def offsets(lengths: tuple[int, ...], device: str) -> torch.Tensor:
@@ -62,6 +63,8 @@ def _loaders(case: Case, device: str) -> dict[str, Callable[[], Prepare]]:
         found[WITH_SOFTCAP] = lambda: _function("flashhopper", case, device, softcap=SOFTCAP)
         found[WITH_SINK] = lambda: _function("flashhopper", case, device, sink=sink)
         return found
+    if case.is_short:
+        found[UNPACKED] = lambda: _function("flashhopper", case, device, pack_gqa=False)
     if case.is_uniform:
         found[DENSE] = lambda: _dense(case)
     return {**found, **{name: (lambda name=name: _function(name, case, device)) for name in ("fa3", "fa4")}}  # type: ignore[misc]

@@ -43,6 +43,8 @@ FORWARD = (
     Case("bf16", 192, 128, True, 1, 1, 1, 130, 130),
     Case("fp16", 200, 200, False, 1, 1, 1, 70, 190),
     Case("bf16", 256, 256, True, 1, 1, 1, 140, 180),
+    Case("bf16", 128, 128, True, 2, 14, 2, 20, 200),  # seven heads share a tile and leave rows of it unused
+    Case("fp16", 64, 64, False, 1, 16, 2, 1, 300),
 )
 # (case, deterministic)
 BACKWARD = (

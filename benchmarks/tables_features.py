@@ -13,7 +13,7 @@ from benchmarks.markdown import grid
 
 Record = dict[str, Any]
 Rows = list[dict[str, Any]]
-OURS, DENSE = "flashhopper", "flashhopper_dense"
+OURS, DENSE, UNPACKED = "flashhopper", "flashhopper_dense", "flashhopper_unpacked"
 PEERS = {"fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN"}
 VARIANTS = {"flashhopper_softcap": "softcap", "flashhopper_sink": "a sink"}
 FEATURES = ("window", "gqa", "varlen")
@@ -51,7 +51,8 @@ def _name(row: dict[str, Any]) -> str:
         return f"packed, {row['batch']} ragged, {sum(row['lengths'])} tokens" if _is_ragged(row) else f"packed, {size}"
     if kind == "window":
         return f"window {row['window'][0] + 1}, {size}"
-    return f"{row['heads']}:{row['kv_heads']} heads, {size}"
+    keys = f" on {row['seqlen_k']}" if row["seqlen_q"] != row["seqlen_k"] else ""
+    return f"{row['heads']}:{row['kv_heads']} heads, {size}{keys}"
 
 
 def speeds(record: Record) -> str:
@@ -93,6 +94,12 @@ def summary(record: Record) -> list[str]:
                 f"the speed of the best peer in {len(ratios)} rows, median {statistics.median(ratios):.2f}, at 0.95 or "
                 f"more in {sum(ratio >= 0.95 for ratio in ratios)}."
             )
+    shared = _ratios(_rows(record, "fwd"), UNPACKED)
+    if shared:
+        lines.append(
+            f"Short queries of grouped heads that share tiles: {min(shared):.2f} to {max(shared):.2f} times the speed "
+            f"of tiles of one head ({len(shared)} rows)."
+        )
     packed = [row for row in _rows(record, "fwd") if row["op"] == "fwd_varlen"]
     dense = _ratios(packed, DENSE)
     ragged = _ratios([row for row in packed if _is_ragged(row)], "fa3")

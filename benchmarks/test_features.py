@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import flashhopper
-from benchmarks import features, oracle, parts, peers_features, record, tables
+from benchmarks import features, oracle, parts, peers_features, record, tables, tables_features
 from benchmarks.cells import Cell
 from benchmarks.features import Case
 from benchmarks.harness import cell_of
@@ -152,7 +152,11 @@ def test_cases_are_the_ones_asked_for() -> None:
     windows = [case for case in features.FORWARD if case.feature == "window"]
     assert [(case.cell.seqlen_q, case.left) for case in windows] == [(16384, 4095), (32768, 4095)]
     grouped = [case.cell for case in features.FORWARD if case.feature == "gqa"]
-    assert [cell.seqlen_q for cell in grouped] == [2048, 8192, 16384, 32768]
+    square = [cell.seqlen_q for cell in grouped if cell.seqlen_q == cell.seqlen_k]
+    assert square == [2048, 8192, 16384, 32768]
+    assert [(cell.seqlen_q, cell.seqlen_k, cell.causal) for cell in grouped if cell.seqlen_q not in square] == [
+        (seqlen_q, 8192, False) for seqlen_q in (1, 8, 64)
+    ]
     assert {(cell.heads, cell.kv_heads) for cell in grouped} == {(64, 8)}
     packed = [case for case in features.FORWARD if case.feature == "varlen"]
     assert {case.cell.head_dim for case in packed if case.is_uniform} == {64, 128, 256}
@@ -200,6 +204,22 @@ def test_grouped_heads_and_options(stand_ins: None) -> None:
     assert list(grouped["value"]) == ["flashhopper", "fa3", "fa4"]
     assert list(grouped["errors"]) == ["cudnn"]
     assert list(options["value"]) == ["flashhopper", "flashhopper_softcap", "flashhopper_sink"]
+
+
+def test_short_queries_of_grouped_heads(stand_ins: None) -> None:
+    """Also with tiles of one head; torch's cuDNN backend has no CPU kernel."""
+    case = Case("gqa", Cell("bf16", 16, 16, False, 2, 4, 2, 3, 48))
+    assert case.flops == 2 * 2 * 3 * 48 * 4 * 32
+    assert [x.shape[1] for x in features.inputs(case, 0, "cpu")] == [3, 48, 48]
+    (row,) = _measure(case)
+    assert list(row["value"]) == ["flashhopper", "flashhopper_unpacked", "fa3", "fa4"]
+    assert list(row["errors"]) == ["cudnn"]
+    row["value"] |= {"flashhopper": 300.0, "flashhopper_unpacked": 100.0, "fa3": 200.0, "fa4": 150.0}
+    made = {"bench": [row]}
+    assert "| forward | 4:2 heads, 2 x 3 on 48 | 16 | full | 300 | 200 | 150 | 1.50 | - |" in tables_features.speeds(
+        made
+    )
+    assert any("share tiles: 3.00 to 3.00 times" in line for line in tables_features.summary(made))
 
 
 def test_what_fails_or_computes_something_else_is_an_entry(stand_ins: None) -> None:

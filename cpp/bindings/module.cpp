@@ -56,6 +56,7 @@ py::dict to_dict(flashhopper_plan const& plan) {
   result["cluster"] = plan.cluster;
   result["flops"] = plan.flops;
   result["bytes"] = plan.bytes;
+  result["packed_heads"] = plan.packed_heads;
   return result;
 }
 
@@ -76,7 +77,7 @@ py::object bind(PyMethodDef* method, py::object const& self) {
 enum { kQ, kK, kV, kOut, kLse, kWorkspace, kStream, kCallArguments };
 constexpr char kParamsName[] = "flashhopper_forward_params";
 
-// Makes the call that prepare_forward bound to these parameters. Raw CPython: pybind11's dispatch and 25 more numbers
+// Makes the call that prepare_forward bound to these parameters. Raw CPython: pybind11's dispatch and 26 more numbers
 // would cost as much as everything else that the host does between the call from Python and the launch.
 PyObject* call_forward(PyObject* prepared, PyObject* const* arguments, Py_ssize_t count) {
   if (count != kCallArguments) {
@@ -111,7 +112,7 @@ py::object prepare_forward(int64_t q_batch_stride, int64_t q_row_stride, int64_t
                            int64_t v_head_stride, int64_t out_batch_stride, int64_t out_row_stride,
                            int64_t out_head_stride, int64_t batch, int64_t heads, int64_t kv_heads, int64_t seqlen_q,
                            int64_t seqlen_k, int64_t head_dim, int64_t head_dim_v, int64_t window_left,
-                           int64_t window_right, double softmax_scale, int dtype, int sm_margin) {
+                           int64_t window_right, double softmax_scale, int dtype, int sm_margin, int pack_gqa) {
   auto params = std::make_unique<flashhopper_forward_params>();
   params->q = {nullptr, q_batch_stride, q_row_stride, q_head_stride};
   params->k = {nullptr, k_batch_stride, k_row_stride, k_head_stride};
@@ -129,6 +130,7 @@ py::object prepare_forward(int64_t q_batch_stride, int64_t q_row_stride, int64_t
   params->softmax_scale = static_cast<float>(softmax_scale);
   params->dtype = dtype;
   params->sm_margin = sm_margin;
+  params->pack_gqa = pack_gqa;
   py::capsule prepared(params.get(), kParamsName, [](PyObject* capsule) {
     delete static_cast<flashhopper_forward_params*>(PyCapsule_GetPointer(capsule, kParamsName));
   });
@@ -166,9 +168,11 @@ void set_problem(Params& params, Sizes const& sizes, double softmax_scale, int d
 }
 
 // Plans do not depend on the scale. totals: rows of q and k of a packed batch, {0, 0} for a dense one.
-py::dict forward_plan(Sizes const& sizes, int dtype, int sm_margin, int num_sms, std::array<int64_t, 2> const& totals) {
+py::dict forward_plan(Sizes const& sizes, int dtype, int sm_margin, int num_sms, std::array<int64_t, 2> const& totals,
+                      int pack_gqa) {
   flashhopper_forward_params params{};
   set_problem(params, sizes, 1.0, dtype, sm_margin);
+  params.pack_gqa = pack_gqa;
   params.total_q = totals[0];
   params.total_k = totals[1];
   static int32_t const some_offsets = 0;  // that there are any makes the batch packed; plans do not read them
@@ -200,7 +204,7 @@ using Tensor = std::array<int64_t, 4>;
 // seqused_q, seqused_k, packed_workspace. totals as in forward_plan.
 void forward(std::array<Tensor, 4> const& tensors, std::array<intptr_t, 8> const& addresses, Sizes const& sizes,
              std::array<int64_t, 2> const& totals, double softmax_scale, double softcap, int dtype, int sm_margin,
-             intptr_t stream) {
+             int pack_gqa, intptr_t stream) {
   flashhopper_forward_params params{};
   flashhopper_tensor* const targets[] = {&params.q, &params.k, &params.v, &params.out};
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -219,6 +223,7 @@ void forward(std::array<Tensor, 4> const& tensors, std::array<intptr_t, 8> const
   params.total_q = totals[0];
   params.total_k = totals[1];
   params.softcap = static_cast<float>(softcap);
+  params.pack_gqa = pack_gqa;
   params.stream = reinterpret_cast<void*>(stream);
   run(flashhopper_forward, params);
 }
@@ -401,7 +406,7 @@ PYBIND11_MODULE(_C, module) {
   module.def("backward_configs", [] { return configs(flashhopper_backward_get_config); });
   module.def("packed_workspace_bytes", &flashhopper_packed_workspace_bytes, py::arg("batch"), py::arg("total_q"));
   module.def("forward_plan", &forward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
-             py::arg("num_sms"), py::arg("totals") = std::array<int64_t, 2>{0, 0});
+             py::arg("num_sms"), py::arg("totals") = std::array<int64_t, 2>{0, 0}, py::arg("pack_gqa") = -1);
   module.def("forward", &forward);
   module.def("backward_plan", &backward_plan, py::arg("sizes"), py::arg("dtype"), py::arg("sm_margin"),
              py::arg("deterministic"), py::arg("num_sms"), py::arg("totals") = std::array<int64_t, 2>{0, 0});

@@ -76,7 +76,7 @@ constexpr bool is_valid(ForwardConfig const& config) {
   return smem_bytes(config) <= kMaxSmemBytes && config.tile_m % kWarpgroupRows == 0 && config.tile_n % 16 == 0 &&
          config.tile_n <= 256 && config.head_dim_v <= config.head_dim && config.head_dim % 32 == 0 &&
          config.head_dim_v % 32 == 0 && (consumer_warpgroups(config) == 2 || consumer_warpgroups(config) == 3) &&
-         row_registers <= consumer_registers(config) - 24;
+         config.cluster >= 1 && config.cluster <= 2 && row_registers <= consumer_registers(config) - 24;
 }
 
 // The row of this name, or -1.

@@ -1,9 +1,11 @@
-// Which row of a config table serves a problem. docs/lab/forward.md has the measurements behind the rules.
+// Which row of a config table serves a problem, and how many query heads share a forward tile. docs/lab/forward.md has
+// the measurements behind the rules.
 #pragma once
 
 #include "core/backward_config.hpp"
 #include "core/config8.hpp"
 #include "core/mask.hpp"
+#include "core/row_map.hpp"
 
 namespace flashhopper {
 
@@ -50,6 +52,31 @@ constexpr int choose_forward8_config(int64_t head_dim, int64_t head_dim_v, Mask 
                                      IsServed const& is_served) {
   auto const width = [](ForwardConfig const& row) { return row.tile_n; };
   return choose_row(kForward8Configs, width, head_dim, head_dim_v, mask, is_served);
+}
+
+// Tiles of the query heads of one kv head, of which `heads` share a tile (core/row_map.hpp).
+constexpr int64_t tiles_of_group(int64_t seqlen_q, int group, ForwardConfig const& config, int heads) {
+  int64_t const positions = int64_t{consumer_warpgroups(config)} * make_row_map(heads).positions;
+  return (seqlen_q + positions - 1) / positions * (group / heads);
+}
+
+// The number of heads above 1 that makes the fewest tiles; of equals the largest, whose tiles hold fewer positions and
+// so visit fewer masked keys. 1 where no such number divides the group and fits a warpgroup.
+constexpr int choose_packed_heads(int64_t seqlen_q, int group, ForwardConfig const& config) {
+  int best = 1;
+  int64_t fewest = INT64_MAX;
+  for (int heads = 2; heads <= min_of(group, kWarpgroupRows); ++heads) {
+    if (group % heads != 0 || tiles_of_group(seqlen_q, group, config, heads) > fewest) continue;
+    fewest = tiles_of_group(seqlen_q, group, config, heads);
+    best = heads;
+  }
+  return best;
+}
+
+// Whether so many heads a tile save at least an eighth of the tiles. Each costs the same time, whatever its rows are;
+// for a smaller saving, as long queries have it, tiles stay those of one head.
+constexpr bool packing_pays(int64_t seqlen_q, int group, ForwardConfig const& config, int heads) {
+  return 8 * tiles_of_group(seqlen_q, group, config, heads) <= 7 * tiles_of_group(seqlen_q, group, config, 1);
 }
 
 template <class IsServed>

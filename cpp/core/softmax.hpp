@@ -105,42 +105,37 @@ FLASHHOPPER_HOST_DEVICE float quad_sum(float x) {
 }
 
 // Source: Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1. Scores are used in base 2: p = 2^(scale_log2 * (s
-// - reference)). A row's reference is its maximum, or what that was until it rose by more than kSlack: a probability of
-// up to 2^kSlack is rounded to 16 bits as well as one of up to 1, and where no reference moves nothing is rescaled.
-// Source of the slack: FlashAttention-4.
+// - max)).
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.f;  // in base 2
   float scale_log2;
-  float reference[kRowsPerThread] = {-INFINITY, -INFINITY};
+  float row_max[kRowsPerThread] = {-INFINITY, -INFINITY};
   float row_sum[kRowsPerThread] = {0.f, 0.f};  // of this thread's columns only, until finish()
 
   FLASHHOPPER_HOST_DEVICE explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {}
 
-  // Lets the reference of row r follow the new scores where it must, and returns what the row's earlier sum and output
-  // must be multiplied by: exactly 1 where it stays. A row that has seen nothing yet keeps -inf.
+  // Raises the running maximum of row r to that of the new scores and returns what the row's earlier sum and output
+  // must be multiplied by: exactly 1 where it did not rise. A row that has seen nothing yet keeps maximum -inf.
   template <int kElements>
-  FLASHHOPPER_HOST_DEVICE float follow(float const (&scores)[kElements], int r) {
+  FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r) {
     // Two chains: one alone would wait out the latency of each maximum.
-    float even = reference[r], odd = -INFINITY;
+    float even = row_max[r], odd = -INFINITY;
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; e += 2) {
       if (accumulator_row(e) != r) continue;
       even = fmaxf(even, scores[e]);
       odd = fmaxf(odd, scores[e + 1]);
     }
-    float const largest = quad_max(fmaxf(even, odd));
-    // Of -inf and -inf the difference is NaN: stays.
-    float const raised = (largest - reference[r]) * scale_log2 > kSlack ? largest : reference[r];
-    float const rescale = fast_exp2(rounded_product(reference[r], scale_log2) - offset(raised));
-    reference[r] = raised;
+    float const raised = quad_max(fmaxf(even, odd));
+    float const rescale = fast_exp2(rounded_product(row_max[r], scale_log2) - offset(raised));
+    row_max[r] = raised;
     row_sum[r] *= rescale;
     return rescale;
   }
 
-  // Replaces the scores of row r by probabilities relative to its reference; all 0 where it has seen nothing.
+  // Replaces the scores of row r by probabilities relative to its maximum; all 0 where it has seen nothing.
   template <int kElements>
   FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r) {
-    float const subtract = offset(reference[r]);
+    float const subtract = offset(row_max[r]);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
       if (accumulator_row(e) == r) scores[e] = fast_exp2(scores[e] * scale_log2 - subtract);
@@ -152,19 +147,18 @@ struct OnlineSoftmax {
   }
 
   // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural
-  // log-sum-exp. sink: a score, in base 2, that joins the sum and has no value. It may be far above the maximum, so the
-  // sum is rescaled to the larger of them; without a sink that multiplies by exactly 1.
+  // log-sum-exp. sink[r]: a score, in base 2, that joins the row's sum and has no value; -inf: none. It may be far
+  // above the maximum, so the sum is rescaled to the larger of them; without a sink that multiplies by exactly 1.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread],
-                                      float sink = -INFINITY) {
+                                      float const (&sink)[kRowsPerThread]) {
     constexpr float kLn2 = 0.69314718055994530942f;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float const sum = quad_sum(row_sum[r]);
-      bool const empty = sum == 0.f;  // the first reference itself adds 1, and so does every later one; NaN scores give
-                                      // a NaN sum and stay visible
-      float const base = offset(reference[r]), largest = empty ? sink : fmaxf(base, sink);
+      bool const empty = sum == 0.f;  // the maximum itself adds 1; NaN scores give a NaN sum and stay visible
+      float const base = offset(row_max[r]), largest = empty ? sink[r] : fmaxf(base, sink[r]);
       float const decay = empty ? 0.f : fast_exp2(base - largest);
-      float const total = empty ? 1.f : sum * decay + fast_exp2(sink - largest);
+      float const total = empty ? 1.f : sum * decay + fast_exp2(sink[r] - largest);
       normalise[r] = decay * fast_reciprocal(total);
       lse[r] = (largest + fast_log2(total)) * kLn2;
     }
@@ -172,8 +166,8 @@ struct OnlineSoftmax {
 
  private:
   // -inf - -inf is NaN: rows that have seen nothing subtract 0.
-  FLASHHOPPER_HOST_DEVICE float offset(float score) const {
-    return score == -INFINITY ? 0.f : rounded_product(score, scale_log2);
+  FLASHHOPPER_HOST_DEVICE float offset(float maximum) const {
+    return maximum == -INFINITY ? 0.f : rounded_product(maximum, scale_log2);
   }
 };
 

@@ -20,7 +20,8 @@ enum class L2Hint : uint64_t {
 
 // Loads rows [row, row + kRows) of one head of a sequence (core/seqlen.hpp), columns from first_column, into smem, one
 // box of kBoxColumns after another. Rows past its end and columns outside the tensor arrive as zeros; the barrier
-// always counts the bytes of the full boxes, and more_bytes that other loads bring.
+// always counts the bytes of the full boxes, and more_bytes that other loads bring (less than 0: what the map's boxes
+// lack).
 template <int kRows, int kHeadDim, int kBoxColumns, class Element>
 FLASHHOPPER_DEVICE void tma_load_sequence(CUtensorMap const& map, Barrier& full, L2Hint hint, Element* smem,
                                           RowOrigin const& origin, int wrap, int row, int head, int first_column = 0,

@@ -5,6 +5,7 @@
 
 #include "core/config8.hpp"
 #include "core/mask.hpp"
+#include "core/row_map.hpp"
 #include "core/scheduler.hpp"
 #include "core/softmax.hpp"
 
@@ -25,14 +26,15 @@ struct LseTensor {
 };
 
 struct ForwardArgs {
-  CUtensorMap q, k, v;  // boxes: 64 rows for q (one consumer warpgroup), tile_n rows for k and v
+  CUtensorMap q, k, v;  // boxes: the rows of one consumer warpgroup for q, tile_n rows for k and v
   OutputTensor out;
   LseTensor lse;
   float const* sink;         // (heads), natural log; null: none
   int* workspace;            // [0] places taken beyond the first of each CTA, [1] CTAs done; zero before and after
   float softmax_scale_log2;  // turns scores, after the cap if there is one, into base 2
   SoftCap softcap;
-  int group;    // heads / kv_heads
+  RowMap row_map;  // 8 bits: of one head
+  int group;       // packs (tile.head counts them, core/row_map.hpp) of one kv head
   int cluster;  // CTAs that load K and V for one another: 1, or as many as the row of the table says; their tiles are
                 // neighbouring blocks, and a block of the schedule is those of all of them
   int wrap;     // coordinate of the tensor maps' last dimension, core/seqlen.hpp
@@ -67,20 +69,32 @@ FLASHHOPPER_DEVICE Mask mask_of(ForwardArgs const& args, SequenceTile const& til
   return {tile.rows.q.seqlen, tile.rows.k.seqlen, args.window.left, args.window.right};
 }
 
+// How rows of a tile are positions and heads. A constant in 8 bits, whose consumers have no register to spare.
+template <class Traits>
+FLASHHOPPER_DEVICE RowMap row_map_of(ForwardArgs const& args) {
+  if constexpr (Traits::kIs8Bit) return make_row_map(1);
+  return args.row_map;
+}
+// The first position of a warpgroup of a tile.
+template <class Traits>
+FLASHHOPPER_DEVICE int first_position(ForwardArgs const& args, Tile const& tile, int warpgroup) {
+  return (tile.block * Traits::kWarpgroups + warpgroup) * row_map_of<Traits>(args).positions;
+}
+
 // The key blocks of a tile; producer and consumers pass over tiles that have none.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange visited_blocks(ForwardArgs const& args, SequenceTile const& tile) {
-  int const row_begin = tile.block * Traits::kTileM;
-  if (row_begin >= tile.rows.q.seqlen) return {0, 0};
-  return mask_of(args, tile).visited(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+  int const begin = first_position<Traits>(args, tile, 0),
+            end = first_position<Traits>(args, tile, Traits::kWarpgroups);
+  return begin < tile.rows.q.seqlen ? mask_of(args, tile).visited(begin, end, Traits::kTileN) : BlockRange{0, 0};
 }
 // Those of all CTAs that share keys with this one. Without a left bound they begin where the tile's begin.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange shared_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   if (Traits::kConfig.cluster == 1 || args.cluster == 1) return visited_blocks<Traits>(args, tile);
-  int const rows = args.cluster * Traits::kTileM;
-  int const row_begin = tile.block / args.cluster * rows;  // exists, for the schedule has no more blocks than that
-  return mask_of(args, tile).visited(row_begin, row_begin + rows, Traits::kTileN);
+  int const positions = args.cluster * Traits::kWarpgroups * row_map_of<Traits>(args).positions;
+  int const begin = tile.block / args.cluster * positions;  // exists, for the schedule has no more blocks than that
+  return mask_of(args, tile).visited(begin, begin + positions, Traits::kTileN);
 }
 // How many of them, the last ones, the tile does not see.
 template <class Traits>
@@ -92,8 +106,9 @@ FLASHHOPPER_DEVICE int foreign_blocks(ForwardArgs const& args, SequenceTile cons
 // The visited blocks that need no test of single elements.
 template <class Traits>
 FLASHHOPPER_DEVICE BlockRange unmasked_blocks(ForwardArgs const& args, SequenceTile const& tile) {
-  int const row_begin = tile.block * Traits::kTileM;
-  return mask_of(args, tile).unmasked(row_begin, row_begin + Traits::kTileM, Traits::kTileN);
+  int const begin = first_position<Traits>(args, tile, 0),
+            end = first_position<Traits>(args, tile, Traits::kWarpgroups);
+  return mask_of(args, tile).unmasked(begin, end, Traits::kTileN);
 }
 
 // The work tiles as the queue hands them out.

@@ -76,6 +76,7 @@ struct ForwardConsumer {
     if constexpr (kShares) {
       for (; count > 0; --count) {
         full[ring.slot].wait(ring.phase);
+        __syncwarp();  // no lane still looks at a phase that the release lets pass
         release(empty, ring);
       }
     }
@@ -98,7 +99,7 @@ struct ForwardConsumer {
     Mask const mask = mask_of(args, tile);
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const end = mask.key_end(first_row(tile) + 8 * r) - origin;
+      int const end = mask.key_end(position(tile, r)) - origin;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         if (accumulator_row(e) == r && accumulator_column(e) >= end) scores[e] = -INFINITY;
@@ -107,7 +108,7 @@ struct ForwardConsumer {
     if (mask.window_left < 0) return;  // the same for all threads
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
-      int const begin = mask.key_begin(first_row(tile) + 8 * r) - origin;
+      int const begin = mask.key_begin(position(tile, r)) - origin;
       FLASHHOPPER_UNROLL
       for (int e = 0; e < kScores; ++e) {
         if (accumulator_row(e) == r && accumulator_column(e) < begin) scores[e] = -INFINITY;
@@ -124,9 +125,11 @@ struct ForwardConsumer {
       if (tile.block < 0) return -1;
       if (visited_blocks<Traits>(args, tile).size() > 0) return slot;
       pass_on_all(foreign_blocks<Traits>(args, tile));
-      StoredRows const rows{0, tile.rows.q.seqlen};
-      store_nothing_seen<Traits::kHeadDimV>(args, tile, rows, sink_of(args, tile), first_row(tile), lane);
-      store_unused<Traits::kHeadDimV>(args, tile, first_row(tile), lane);
+      ThreadRows const rows = rows_of(tile);
+      float lse[kRowsPerThread];
+      load_sinks(args, rows.head, lse);
+      store_nothing_seen<Traits::kHeadDimV>(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
+      store_unused<Traits::kHeadDimV>(args, tile, rows, lane);
       reader.hand_back(slot, lane == 0);
     }
   }
@@ -136,9 +139,23 @@ struct ForwardConsumer {
     SequenceTile const& tile = storage.tile[reader.look()];
     return tile.block >= 0 && visited_blocks<Traits>(args, tile).size() > 0 ? reader.await() : -1;
   }
-  // Sequence position of the thread's accumulator row 0.
-  FLASHHOPPER_DEVICE int first_row(Tile const& tile) const {
-    return tile.block * Traits::kTileM + warpgroup * kWarpgroupRows + thread_row;
+  // The sequence position of the thread's accumulator row r, and its query head.
+  FLASHHOPPER_DEVICE int position(Tile const& tile, int r) const {
+    return first_position<Traits>(args, tile, warpgroup) + row_map_of<Traits>(args).position(thread_row + 8 * r);
+  }
+  FLASHHOPPER_DEVICE int head(Tile const& tile, int r) const {
+    RowMap const map = row_map_of<Traits>(args);
+    return tile.head * map.heads + map.head(thread_row + 8 * r);
+  }
+  FLASHHOPPER_DEVICE ThreadRows rows_of(Tile const& tile) const {
+    ThreadRows rows;
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      bool const is_used = thread_row + 8 * r < row_map_of<Traits>(args).rows();
+      rows.position[r] = is_used ? position(tile, r) : -1;
+      rows.head[r] = head(tile, r);
+    }
+    return rows;
   }
 };
 

@@ -79,8 +79,8 @@ struct Consumer16 : ForwardConsumer<Traits> {
         auto finish_scores = [&](int n, auto pv_in_flight) {
           warpgroup_fence_operand(tSrS);
           if (n < plain.begin || n >= plain.end) cap_and_mask(scores, tile, n);  // the same for all threads of the CTA
-          rescale[0] = softmax.follow(scores, 0);
-          rescale[1] = softmax.follow(scores, 1);
+          rescale[0] = softmax.raise_max(scores, 0);
+          rescale[1] = softmax.raise_max(scores, 1);
           bool const rescales = any_of_warp(rescale[0] != 1.f || rescale[1] != 1.f);
           softmax.exponentiate(scores, 0);
           this->release_after(storage.k_empty, at_k, scores[0]);
@@ -108,7 +108,8 @@ struct Consumer16 : ForwardConsumer<Traits> {
         }
         this->release_queries();
         issue_pv();
-        float const sink = sink_of(args, tile);  // asked for here: what follows hides its latency
+        float sink[kRowsPerThread];
+        load_sinks(args, {this->head(tile, 0), this->head(tile, 1)}, sink);  // here: what follows hides its latency
         int const done = slot;
         slot = -1;
         // With a second slot the next queries are there, and their first scores keep the tensor cores busy while this
@@ -120,13 +121,14 @@ struct Consumer16 : ForwardConsumer<Traits> {
         finish_pv(Int<(Traits::kQStages > 1)>{});
 
         float normalise[kRowsPerThread], lse[kRowsPerThread];
-        softmax.finish(normalise, lse, (sink + args.softcap.shift) * kLog2e);
+        for (float& logit : sink) logit = (logit + args.softcap.shift) * kLog2e;
+        softmax.finish(normalise, lse, sink);
         multiply_rows(outputs, normalise);
         for (float& value : lse) value -= args.softcap.shift;
-        int const first_row = this->first_row(tile);
-        store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
-        store_output<Element>(args, tile, outputs, first_row, lane);
-        store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
+        ThreadRows const rows = this->rows_of(tile);
+        store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
+        store_output<Element>(args, tile, outputs, rows, lane);
+        store_unused<Traits::kHeadDimV>(args, tile, rows, lane);
         reader.hand_back(done, lane == 0);
       } while (slot >= 0);
       warpgroup_wait<0>();

@@ -92,7 +92,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
         // unit and the unit.
         float rescale[kRowsPerThread], change = 1.f, unit = 1.f;
         FLASHHOPPER_UNROLL
-        for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->first_row(tile) + 8 * r);
+        for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->position(tile, r));
         FLASHHOPPER_UNROLL
         for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
 
@@ -239,17 +239,17 @@ struct Consumer8 : ForwardConsumer<Traits> {
   // Normalises, adds the means that were taken from K and V, and stores.
   FLASHHOPPER_DEVICE void finish_rows(SequenceTile const& tile, float (&outputs)[kOutputs],
                                       float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
-    int const first_row = this->first_row(tile);
+    ThreadRows const rows = this->rows_of(tile);
     if (args.lse_shift != nullptr) {
       float const* const shift =
           args.lse_shift + tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
       FLASHHOPPER_UNROLL
       for (int r = 0; r < kRowsPerThread; ++r) {
-        int const row = min_of(first_row + 8 * r, tile.rows.q.seqlen - 1);
+        int const row = min_of(rows.position[r], tile.rows.q.seqlen - 1);
         lse[r] += args.softmax_scale * shift[row];
       }
     }
-    store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, first_row, lane);
+    store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kOutputs; ++e) outputs[e] *= normalise[accumulator_row(e)];
     if (args.v_mean != nullptr) {
@@ -267,11 +267,11 @@ struct Consumer8 : ForwardConsumer<Traits> {
       }
     }
     if (args.out_is_bf16) {
-      store_output<element::bf16>(args, tile, outputs, first_row, lane);
+      store_output<element::bf16>(args, tile, outputs, rows, lane);
     } else {
-      store_output<element::fp16>(args, tile, outputs, first_row, lane);
+      store_output<element::fp16>(args, tile, outputs, rows, lane);
     }
-    store_unused<Traits::kHeadDimV>(args, tile, first_row, lane);
+    store_unused<Traits::kHeadDimV>(args, tile, rows, lane);
   }
 };
 

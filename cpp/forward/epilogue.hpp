@@ -8,22 +8,26 @@
 
 namespace flashhopper {
 
-// Rows [begin, end) of a sequence, those that a store writes.
+// Positions [begin, end) of a sequence, those that a store writes.
 struct StoredRows {
   int begin, end;
-  FLASHHOPPER_DEVICE bool has(int row) const { return row >= begin && row < end; }
+  FLASHHOPPER_DEVICE bool has(int position) const { return position >= begin && position < end; }
+};
+
+// What the rows of a thread are (core/row_map.hpp); position -1: nothing.
+struct ThreadRows {
+  int position[kRowsPerThread], head[kRowsPerThread];
 };
 
 // One thread of each quad writes its two rows.
-FLASHHOPPER_DEVICE void store_lse(ForwardArgs const& args, SequenceTile const& tile, StoredRows rows,
-                                  float const (&lse)[kRowsPerThread], int first_row, int lane) {
+FLASHHOPPER_DEVICE void store_lse(ForwardArgs const& args, SequenceTile const& tile, StoredRows stored,
+                                  float const (&lse)[kRowsPerThread], ThreadRows const& rows, int lane) {
   if (lane % 4 != 0) return;
-  float* const base =
-      args.lse.data + tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
+  float* const base = args.lse.data + tile.batch * args.lse.batch_stride + tile.rows.q.begin;
   FLASHHOPPER_UNROLL
   for (int r = 0; r < kRowsPerThread; ++r) {
-    int const row = first_row + 8 * r;
-    if (rows.has(row)) base[row] = lse[r];
+    int const position = rows.position[r];
+    if (stored.has(position)) base[rows.head[r] * args.lse.head_stride + position] = lse[r];
   }
 }
 
@@ -42,63 +46,81 @@ FLASHHOPPER_DEVICE void transpose_quad(uint32_t (&registers)[4], int lane) {
   }
 }
 
+// Where a thread writes its two rows of out: its 8 of the first 32 columns; null: nowhere.
+template <class Element>
+struct OutputRows {
+  Element* row[kRowsPerThread];
+
+  FLASHHOPPER_DEVICE OutputRows(OutputTensor const& out, SequenceTile const& tile, StoredRows stored,
+                                ThreadRows const& rows, int lane) {
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      int const position = rows.position[r];
+      int64_t const offset = tile.batch * out.batch_stride + rows.head[r] * out.head_stride +
+                             (tile.rows.q.begin + position) * out.row_stride;
+      row[r] = stored.has(position) ? static_cast<Element*>(out.data) + offset + lane % 4 * 8 : nullptr;
+    }
+  }
+};
+
 // Writes 32 columns of the two rows of a thread, from the 16 floats that the accumulator holds of them. A quad has a
 // row in pieces of two columns, eight columns apart; exchanged among its threads they become 16 bytes in each, so that
 // a warp writes 64 contiguous bytes of eight rows. This goes past shared memory because the slot of the queries is then
 // free as soon as their last scores are done.
 template <class Element>
-FLASHHOPPER_DEVICE void store_columns(ForwardArgs const& args, SequenceTile const& tile, StoredRows rows,
-                                      float const* outputs, int first_row, int first_column, int lane) {
-  OutputTensor const& out = args.out;
-  int const column = first_column + lane % 4 * 8;
-  Element* const base = static_cast<Element*>(out.data) + tile.batch * out.batch_stride + tile.head * out.head_stride +
-                        tile.rows.q.begin * out.row_stride + column;
+FLASHHOPPER_DEVICE void store_columns(OutputRows<Element> const& target, float const* outputs, int first_column,
+                                      int columns, int lane) {
   FLASHHOPPER_UNROLL
   for (int r = 0; r < kRowsPerThread; ++r) {
     uint32_t piece[4];
     FLASHHOPPER_UNROLL
     for (int i = 0; i < 4; ++i) piece[i] = pack<Element>(outputs[4 * i + 2 * r], outputs[4 * i + 2 * r + 1]);
     transpose_quad(piece, lane);
-    int const row = first_row + 8 * r;
-    if (rows.has(row) && column < out.head_dim_v) {
-      *reinterpret_cast<uint4*>(base + row * out.row_stride) = uint4{piece[0], piece[1], piece[2], piece[3]};
+    if (target.row[r] != nullptr && first_column + lane % 4 * 8 < columns) {
+      *reinterpret_cast<uint4*>(target.row[r] + first_column) = uint4{piece[0], piece[1], piece[2], piece[3]};
     }
   }
 }
 
 template <class Element, int kOutputs>
 FLASHHOPPER_DEVICE void store_output(ForwardArgs const& args, SequenceTile const& tile,
-                                     float const (&outputs)[kOutputs], int first_row, int lane) {
-  StoredRows const rows{0, tile.rows.q.seqlen};
+                                     float const (&outputs)[kOutputs], ThreadRows const& rows, int lane) {
+  OutputRows<Element> const target(args.out, tile, {0, tile.rows.q.seqlen}, rows, lane);
   FLASHHOPPER_UNROLL
   for (int e = 0; e < kOutputs; e += 16) {
-    store_columns<Element>(args, tile, rows, outputs + e, first_row, accumulator_column(e), lane);
+    store_columns(target, outputs + e, accumulator_column(e), args.out.head_dim_v, lane);
   }
 }
 
 // Rows that see no key: output 0, which has the same bits in every element type.
 template <int kHeadDimV>
-FLASHHOPPER_DEVICE void store_nothing_seen(ForwardArgs const& args, SequenceTile const& tile, StoredRows rows,
-                                           float lse, int first_row, int lane) {
+FLASHHOPPER_DEVICE void store_nothing_seen(ForwardArgs const& args, SequenceTile const& tile, StoredRows stored,
+                                           float const (&lse)[kRowsPerThread], ThreadRows const& rows, int lane) {
+  OutputRows<element::fp16> const target(args.out, tile, stored, rows, lane);
   float const zeros[16] = {};
 #pragma unroll 1
   for (int column = 0; column < kHeadDimV; column += 32) {
-    store_columns<element::fp16>(args, tile, rows, zeros, first_row, column, lane);
+    store_columns(target, zeros, column, args.out.head_dim_v, lane);
   }
-  store_lse(args, tile, rows, {lse, lse}, first_row, lane);
+  store_lse(args, tile, stored, lse, rows, lane);
 }
 
 // Rows that lie in the sequence's place and do not exist: output 0, lse -inf.
 template <int kHeadDimV>
-FLASHHOPPER_DEVICE void store_unused(ForwardArgs const& args, SequenceTile const& tile, int first_row, int lane) {
+FLASHHOPPER_DEVICE void store_unused(ForwardArgs const& args, SequenceTile const& tile, ThreadRows const& rows,
+                                     int lane) {
   StoredRows const unused{tile.rows.q.seqlen, tile.rows.q.rows};
   if (unused.begin == unused.end) return;  // the same for all threads
-  store_nothing_seen<kHeadDimV>(args, tile, unused, -INFINITY, first_row, lane);
+  store_nothing_seen<kHeadDimV>(args, tile, unused, {-INFINITY, -INFINITY}, rows, lane);
 }
 
-// The logit of a tile's head that joins its rows' denominators; -inf where there is none.
-FLASHHOPPER_DEVICE float sink_of(ForwardArgs const& args, Tile const& tile) {
-  return args.sink == nullptr ? -INFINITY : args.sink[tile.head];
+// The logits of the rows' query heads, which join their denominators; -inf where there are none.
+FLASHHOPPER_DEVICE void load_sinks(ForwardArgs const& args, int const (&head)[kRowsPerThread],
+                                   float (&sink)[kRowsPerThread]) {
+  sink[0] = sink[1] = -INFINITY;
+  if (args.sink == nullptr) return;  // the same for all threads
+  FLASHHOPPER_UNROLL
+  for (int r = 0; r < kRowsPerThread; ++r) sink[r] = args.sink[head[r]];
 }
 
 }  // namespace flashhopper

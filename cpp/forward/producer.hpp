@@ -137,10 +137,14 @@ FLASHHOPPER_DEVICE void produce_queries(typename Traits::Args const& args, Forwa
   while (reader.next(tile)) {
     if (visited_blocks<Traits>(args, tile).size() == 0) continue;
     storage.q_empty[warpgroup][at.slot].wait(at.phase ^ 1);
+    RowMap const map = row_map_of<Traits>(args);
+    int const position = first_position<Traits>(args, tile, warpgroup);
+    bool const is_pack = map.heads > 1;  // then the map's dimensions are head_dim, head, row, pack, batch
+    int const unused_bytes = (kWarpgroupRows - map.rows()) * Traits::kHeadDim * int{sizeof(typename Traits::Element)};
     tma_load_sequence<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
         args.q, storage.q_full[warpgroup][at.slot], L2Hint::kEvictFirst, storage.q[warpgroup][at.slot],
-        row_origin(args.wrap != 0, tile.rows.q, tile.batch), args.wrap,
-        tile.block * Traits::kTileM + warpgroup * kWarpgroupRows, tile.head);
+        is_pack ? RowOrigin{0, tile.head} : row_origin(args.wrap != 0, tile.rows.q, tile.batch),
+        is_pack ? tile.batch : args.wrap, is_pack ? 0 : position, is_pack ? position : tile.head, 0, -unused_bytes);
     at.advance();
   }
 }

@@ -122,7 +122,7 @@ flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sm
   args.softmax_scale = p.softmax_scale;
   args.out_is_bf16 = p.dtype == FLASHHOPPER_BF16;
   ForwardConfig const& config = kForward8Configs[launch->config_index];
-  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, num_sms, &args, &launch->grid));
+  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, make_row_map(1), num_sms, &args, &launch->grid));
   if (p.is_packed) {
     launch->list = make_list(params, config.tile_m);
     args.schedule.list = launch->list.blocks;
@@ -161,7 +161,7 @@ flashhopper_status describe_forward8_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward8(flashhopper_forward8_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.grid, launch.args.cluster, plan);
+  describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.args, launch.grid, plan);
   if (params.cu_seqlens_q != nullptr) {
     plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
   }

@@ -10,53 +10,56 @@ namespace flashhopper {
 namespace {
 
 // cluster: CTAs whose tiles are one block of the schedule.
-BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, int cluster) {
+BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int cluster) {
   Window const window = p.window();
   bool const uneven = window.left >= 0 || window.right >= 0;
   int const row_bytes = (config.head_dim + config.head_dim_v) * config.element_bytes;
-  int const heads = static_cast<int>(p.heads), kv_heads = static_cast<int>(p.kv_heads);
+  int const packs = static_cast<int>(p.heads / row_map.heads), kv_heads = static_cast<int>(p.kv_heads);
   BatchSchedule schedule{};
   schedule.tile = config.tile_m;
   if (p.is_packed) {
-    schedule.dense.heads = heads;
+    schedule.dense.heads = packs;
     schedule.dense.descending = uneven;
     schedule.section_rows = uneven ? static_cast<int>(kL2SectionBytes / row_bytes) : 0;
-    schedule.group = heads / kv_heads;
+    schedule.group = packs / kv_heads;
     return schedule;
   }
   int const seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-  schedule.dense = make_tile_schedule(ceil_div(seqlen_q, config.tile_m * cluster), static_cast<int>(p.batch), heads,
-                                      kv_heads, p.seqlen_k * row_bytes, uneven, uneven);
+  int const positions = cluster * consumer_warpgroups(config) * row_map.positions;
+  schedule.dense = make_tile_schedule(ceil_div(seqlen_q, positions), static_cast<int>(p.batch), packs, kv_heads,
+                                      p.seqlen_k * row_bytes, uneven, uneven);
   schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
   return schedule;
 }
 
-// Query blocks of one head; packed: at most.
-int64_t query_blocks(Problem const& p, ForwardConfig const& config) {
+// Query blocks of one pack of heads; packed sequences: at most.
+int64_t query_blocks(Problem const& p, ForwardConfig const& config, RowMap const& row_map) {
   if (p.is_packed) return most_packed_blocks(p.batch, p.total_q, config.tile_m);
-  return (p.seqlen_q + config.tile_m - 1) / config.tile_m * p.batch;
+  int64_t const positions = consumer_warpgroups(config) * row_map.positions;
+  return (p.seqlen_q + positions - 1) / positions * p.batch;
 }
 
 }  // namespace
 
-flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, int num_sms, ForwardArgs* args,
-                                 int* grid) {
-  int64_t const m_blocks = query_blocks(p, config);
-  if (m_blocks > kMaxTiles / p.heads) {
+flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int num_sms,
+                                 ForwardArgs* args, int* grid) {
+  int64_t const m_blocks = query_blocks(p, config, row_map), packs = p.heads / row_map.heads;
+  if (m_blocks > kMaxTiles / packs) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "heads ", p.heads, " x ", m_blocks, " query blocks of batch ", p.batch,
                      " exceed 2^31 work tiles: split the batch");
   }
   args->window = p.window();
   args->wrap = wrap_of(p.is_packed);
+  args->row_map = row_map;
   args->softmax_scale_log2 = p.softmax_scale * kLog2e;
-  args->group = static_cast<int>(p.heads / p.kv_heads);
+  args->group = static_cast<int>(packs / p.kv_heads);
   args->lse.batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
   args->lse.head_stride = p.is_packed ? p.total_q : p.seqlen_q;
-  int64_t const blocks = (p.seqlen_q + config.tile_m - 1) / config.tile_m;
+  int64_t const blocks = m_blocks / std::max<int64_t>(p.batch, 1);  // dense: of one pack and sequence
   int const sms = num_sms - p.sm_margin;
   args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, blocks);
-  args->schedule = make_schedule(p, config, args->cluster);
-  int64_t const most = p.is_packed ? m_blocks * p.heads : int64_t{args->schedule.dense.total()} * args->cluster;
+  args->schedule = make_schedule(p, config, row_map, args->cluster);
+  int64_t const most = p.is_packed ? m_blocks * packs : int64_t{args->schedule.dense.total()} * args->cluster;
   *grid = static_cast<int>(std::min<int64_t>(most, sms / args->cluster * args->cluster));
   return FLASHHOPPER_OK;
 }
@@ -90,13 +93,16 @@ void describe(ForwardConfig const& config, flashhopper_plan* plan) {
   plan->consumer_registers = consumer_registers(config);
   plan->smem_bytes = smem_bytes(config);
   plan->workspace_bytes = flashhopper_workspace_bytes();
+  plan->packed_heads = 1;
 }
 
-void describe_problem(Problem const& p, ForwardConfig const& config, int grid, int cluster, flashhopper_plan* plan) {
+void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs const& args, int grid,
+                      flashhopper_plan* plan) {
   describe(config, plan);
   plan->grid = grid;
-  plan->cluster = cluster;
-  plan->tiles = query_blocks(p, config) * p.heads;
+  plan->cluster = args.cluster;
+  plan->packed_heads = args.row_map.heads;
+  plan->tiles = query_blocks(p, config, args.row_map) * (p.heads / args.row_map.heads);
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
   double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
   double const qk = static_cast<double>(p.head_dim), v = static_cast<double>(p.head_dim_v);

@@ -9,8 +9,8 @@
 namespace flashhopper {
 
 // The arguments that depend on neither addresses nor the element type; and the grid.
-flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, int num_sms, ForwardArgs* args,
-                                 int* grid);
+flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int num_sms,
+                                 ForwardArgs* args, int* grid);
 
 // The list of a packed batch's query blocks, in packed_workspace.
 template <class Params>
@@ -34,6 +34,7 @@ flashhopper_status set_output(flashhopper_tensor const& out, Problem const& p, O
 
 // Plans of a row alone and of a problem. kv_bytes, q_bytes: of one element of K and V, and of Q.
 void describe(ForwardConfig const& config, flashhopper_plan* plan);
-void describe_problem(Problem const& p, ForwardConfig const& config, int grid, int cluster, flashhopper_plan* plan);
+void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs const& args, int grid,
+                      flashhopper_plan* plan);
 
 }  // namespace flashhopper

@@ -36,6 +36,30 @@ flashhopper_status choose_config(Problem const& p, int* index) {
   return no_row(p, "forward", dtype_name(p.dtype), built, count);
 }
 
+// How many query heads share a tile: what params.pack_gqa asks for, or else what pays.
+flashhopper_status choose_row_map(flashhopper_forward_params const& params, ForwardConfig const& config, RowMap* map) {
+  Problem const p(params);
+  *map = make_row_map(1);
+  if (params.pack_gqa < -1 || params.pack_gqa > 1) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "pack_gqa is ", params.pack_gqa,
+                     ": it must be -1 (where it pays), 0 (never) or 1 (always)");
+  }
+  if (p.is_packed && params.pack_gqa == 1) {
+    return set_error(FLASHHOPPER_UNSUPPORTED, "pack_gqa is 1: heads of packed sequences do not share tiles; pass -1");
+  }
+  int64_t const group = p.heads / p.kv_heads;
+  if (p.is_packed || params.pack_gqa == 0 || group == 1) return FLASHHOPPER_OK;
+  int const heads = choose_packed_heads(p.seqlen_q, static_cast<int>(group), config);
+  if (params.pack_gqa == 1 && heads == 1) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "pack_gqa is 1, heads is ", p.heads, ", kv_heads is ", p.kv_heads,
+                     ": heads / kv_heads must have a divisor from 2 to ", kWarpgroupRows, "; pass -1");
+  }
+  if (params.pack_gqa == 1 || packing_pays(p.seqlen_q, static_cast<int>(group), config, heads)) {
+    *map = make_row_map(heads);
+  }
+  return FLASHHOPPER_OK;
+}
+
 // The cap's factor takes softmax_scale in, and what the softmax multiplies by is then the cap.
 void set_softcap(flashhopper_forward_params const& p, ForwardArgs* args) {
   if (p.softcap == 0.f) return;
@@ -58,7 +82,9 @@ flashhopper_status prepare(flashhopper_forward_params const& params, int num_sms
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   ForwardConfig const& config = kForwardConfigs[launch->config_index];
   ForwardArgs& args = launch->args;
-  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, num_sms, &args, &launch->grid));
+  RowMap row_map;
+  FLASHHOPPER_RETURN_IF_ERROR(choose_row_map(params, config, &row_map));
+  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, row_map, num_sms, &args, &launch->grid));
   args.lse.data = params.lse;
   args.sink = params.sink;
   args.workspace = static_cast<int*>(params.workspace);
@@ -78,7 +104,10 @@ flashhopper_status set_tensor_maps(flashhopper_forward_params const& p, ForwardC
   RowAddressing const addressing = is_packed ? RowAddressing::kPacked : RowAddressing::kDense;
   int64_t const rows = is_packed ? p.total_q : p.seqlen_q, keys = is_packed ? p.total_k : p.seqlen_k;
   int const columns = box_columns(config.head_dim), columns_v = box_columns(config.head_dim_v);
-  TensorMapSpec const q = {"q", p.q, p.batch, rows, p.heads, p.head_dim, p.dtype, kWarpgroupRows, columns, addressing};
+  RowMap const& map = args->row_map;
+  RowAddressing const addressing_q = map.heads > 1 ? RowAddressing::kDensePacks : addressing;
+  TensorMapSpec const q = {"q",     p.q,           p.batch, rows,         p.heads,  p.head_dim,
+                           p.dtype, map.positions, columns, addressing_q, map.heads};
   TensorMapSpec const k = {"k",        p.k,     p.batch,       keys,    p.kv_heads,
                            p.head_dim, p.dtype, config.tile_n, columns, addressing};
   TensorMapSpec const v = {"v",          p.v,     p.batch,       keys,      p.kv_heads,
@@ -101,7 +130,7 @@ flashhopper_status describe_forward_config(int index, flashhopper_plan* plan) {
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_plan* plan) {
   Launch launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
-  describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.grid, launch.args.cluster, plan);
+  describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.args, launch.grid, plan);
   if (params.cu_seqlens_q != nullptr) {
     plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
   }

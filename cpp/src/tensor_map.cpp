@@ -66,18 +66,53 @@ struct Key {
   void* data;
   cuuint64_t extents[kRank];
   cuuint64_t strides[kRank - 1];
-  int32_t dtype, box_rows, box_columns, unused;
+  cuuint32_t box[kRank];
+  int32_t dtype;
 
   bool operator==(Key const&) const = default;
 
   size_t slot(size_t slots) const {
     uint64_t hash = reinterpret_cast<uintptr_t>(data) >> 4;
-    for (uint64_t part : {extents[0], extents[1], strides[0], static_cast<cuuint64_t>(box_rows)}) {
+    for (uint64_t part : {extents[0], extents[1], strides[0], cuuint64_t{box[1]}}) {
       hash = (hash ^ part) * 0x9E3779B97F4A7C15u;
     }
     return (hash >> 40) % slots;
   }
 };
+
+// Innermost dimension first. Empty tensors get one row that nobody loads.
+Key make_key(TensorMapSpec const& spec, int element_bytes) {
+  auto const at_least_one = [](int64_t extent) { return static_cast<cuuint64_t>(extent > 0 ? extent : 1); };
+  cuuint64_t const columns = at_least_one(spec.head_dim), rows = at_least_one(spec.seqlen);
+  cuuint64_t const heads = at_least_one(spec.heads), batch = at_least_one(spec.batch);
+  int64_t const contiguous = (spec.head_dim + 15) / 16 * 16;
+  cuuint64_t const row_stride = stride_bytes(spec.tensor.row_stride, spec.seqlen, contiguous, element_bytes);
+  cuuint64_t const head_stride = stride_bytes(spec.tensor.head_stride, spec.heads, contiguous, element_bytes);
+  cuuint64_t const batch_stride = stride_bytes(spec.tensor.batch_stride, spec.batch, contiguous, element_bytes);
+  auto const box_columns = static_cast<cuuint32_t>(spec.box_columns), box_rows = static_cast<cuuint32_t>(spec.box_rows);
+  cuuint32_t const pack = static_cast<cuuint32_t>(spec.box_heads);
+  switch (spec.addressing) {
+    case RowAddressing::kDense:
+      return {spec.tensor.data,
+              {columns, rows, heads, batch, 1},
+              {row_stride, head_stride, batch_stride, batch_stride},
+              {box_columns, box_rows, 1, 1, 1},
+              spec.dtype};
+    case RowAddressing::kDensePacks:
+      return {spec.tensor.data,
+              {columns, pack, rows, heads / pack, batch},
+              {head_stride, row_stride, pack * head_stride, batch_stride},
+              {box_columns, pack, box_rows, 1, 1},
+              spec.dtype};
+    case RowAddressing::kPacked:
+      break;
+  }
+  return {spec.tensor.data,
+          {columns, kRaggedRows, heads, kRaggedRows + 1, kRaggedRows + 1},
+          {row_stride, head_stride, row_stride, wrap_stride(row_stride)},
+          {box_columns, box_rows, 1, 1, 1},
+          spec.dtype};
+}
 
 // Encoding costs the host more than finding: each thread remembers its last maps.
 struct Remembered {
@@ -99,38 +134,17 @@ flashhopper_status require_tma() {
 
 flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map) {
   FLASHHOPPER_RETURN_IF_ERROR(require_tma());
-  // Innermost first: head_dim, seqlen, heads, batch. Empty tensors get one row that nobody loads.
-  auto const at_least_one = [](int64_t extent) { return static_cast<cuuint64_t>(extent > 0 ? extent : 1); };
   ElementType const element = element_type(spec.dtype);
-  int64_t const row = (spec.head_dim + 15) / 16 * 16;
-  Key key{spec.tensor.data,
-          {at_least_one(spec.head_dim), at_least_one(spec.seqlen), at_least_one(spec.heads), at_least_one(spec.batch)},
-          {stride_bytes(spec.tensor.row_stride, spec.seqlen, row, element.bytes),
-           stride_bytes(spec.tensor.head_stride, spec.heads, row, element.bytes),
-           stride_bytes(spec.tensor.batch_stride, spec.batch, row, element.bytes)},
-          spec.dtype,
-          spec.box_rows,
-          spec.box_columns,
-          0};
-  key.extents[4] = 1;
-  key.strides[3] = key.strides[2];
-  if (spec.addressing == RowAddressing::kPacked) {
-    key.extents[1] = kRaggedRows;
-    key.extents[3] = key.extents[4] = kRaggedRows + 1;
-    key.strides[2] = key.strides[0];
-    key.strides[3] = wrap_stride(key.strides[0]);
-  }
+  Key const key = make_key(spec, element.bytes);
   Remembered& entry = remembered[key.slot(kRemembered)];
   if (entry.key == key) {
     *map = entry.map;
     return FLASHHOPPER_OK;
   }
-  cuuint32_t const box[kRank] = {static_cast<cuuint32_t>(spec.box_columns), static_cast<cuuint32_t>(spec.box_rows), 1,
-                                 1, 1};
   cuuint32_t const element_strides[kRank] = {1, 1, 1, 1, 1};
   auto const encode = [&] {
-    return encoder().encode(map, element.type, kRank, spec.tensor.data, key.extents, key.strides, box, element_strides,
-                            CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
+    return encoder().encode(map, element.type, kRank, spec.tensor.data, key.extents, key.strides, key.box,
+                            element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(spec.box_columns * element.bytes),
                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
@@ -147,8 +161,9 @@ flashhopper_status encode_tensor_map(TensorMapSpec const& spec, CUtensorMap* map
     return FLASHHOPPER_OK;
   }
   return set_error(FLASHHOPPER_INVALID_ARGUMENT, spec.name, " cannot be moved by TMA (CUresult ",
-                   static_cast<int>(result), "): address ", spec.tensor.data, ", strides in bytes row ", key.strides[0],
-                   ", head ", key.strides[1], ", batch ", key.strides[2],
+                   static_cast<int>(result), "): address ", spec.tensor.data, ", strides in bytes row ",
+                   spec.tensor.row_stride * element.bytes, ", head ", spec.tensor.head_stride * element.bytes,
+                   ", batch ", spec.tensor.batch_stride * element.bytes,
                    "; the address and each stride must be multiples of 16 bytes, strides under 2^40: pass ", spec.name,
                    ".contiguous()");
 }

@@ -7,8 +7,9 @@
 
 namespace flashhopper {
 
-// How rows of a sequence are found (core/seqlen.hpp).
-enum class RowAddressing { kDense, kPacked };
+// How rows of a sequence are found (core/seqlen.hpp). kDensePacks: rows of box_heads heads come in one box, and the
+// dimensions are head_dim, head of a pack, row, pack, batch (core/row_map.hpp).
+enum class RowAddressing { kDense, kDensePacks, kPacked };
 
 struct TensorMapSpec {
   char const* name;  // for messages
@@ -17,6 +18,7 @@ struct TensorMapSpec {
   int32_t dtype;                           // flashhopper_dtype
   int box_rows, box_columns;               // what one TMA instruction moves; box_columns fills one swizzle row
   RowAddressing addressing;
+  int box_heads = 1;
 };
 
 // FLASHHOPPER_OK when the driver offers cuTensorMapEncodeTiled.

@@ -24,6 +24,7 @@ class Plan(TypedDict):
     cluster: int
     flops: float
     bytes: float
+    packed_heads: int
 
 class ForwardCall(Protocol):
     """A builtin function: the addresses of one call, in bytes, and its cudaStream_t."""
@@ -58,6 +59,7 @@ def forward_plan(
     sm_margin: int,
     num_sms: int,
     totals: tuple[int, int] = (0, 0),  # rows of q and k of a packed batch
+    pack_gqa: int = -1,
 ) -> Plan: ...
 def forward(
     tensors: Sequence[tuple[int, int, int, int]],  # q, k, v, out: address; batch, row, head stride
@@ -69,6 +71,7 @@ def forward(
     softcap: float,
     dtype: int,
     sm_margin: int,
+    pack_gqa: int,  # -1 where it pays, 0 never, 1 always
     stream: int,
     /,
 ) -> None: ...
@@ -166,6 +169,7 @@ def prepare_forward(
     softmax_scale: float,
     dtype: int,
     sm_margin: int,
+    pack_gqa: int,
     /,
 ) -> ForwardCall: ...
 def layout_reader(exchange_api: object, /) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bytes | None] | None:

@@ -285,12 +285,33 @@ def _finite(value: object, name: str, way_out: str) -> None:
         raise ValueError(f"{name} is {value}: must be finite; {way_out}")
 
 
-def not_built(num_splits: int, pack_gqa: bool | None) -> None:
+def not_built(num_splits: int) -> None:
     """Refuse by name what these functions will take in a later version."""
     if num_splits != 1:
         raise NotImplementedError(f"num_splits={num_splits} is not available in this version: pass num_splits=1")
-    if pack_gqa:
-        raise NotImplementedError("pack_gqa=True is not available in this version: pass pack_gqa=None")
+
+
+MOST_PACKED_HEADS = 64  # rows of a consumer warpgroup, kWarpgroupRows in cpp/core/config.hpp
+
+
+def pack_gqa(packs: bool | None, heads: int, kv_heads: int) -> None:
+    """Whether query heads may share tiles as asked: where a group of them has a divisor that fits a warpgroup."""
+    if packs is None or packs is False:
+        return
+    if packs is not True:
+        raise ValueError(f"pack_gqa is {packs!r}: must be None (where it pays), True or False")
+    group = heads // kv_heads if kv_heads > 0 else 1
+    if group > 1 and all(group % n for n in range(2, min(group, MOST_PACKED_HEADS) + 1)):
+        raise ValueError(
+            f"pack_gqa is True, q has {heads} heads, k has {kv_heads}: heads / kv_heads must have a divisor from 2 to "
+            f"{MOST_PACKED_HEADS}; pass pack_gqa=None"
+        )
+
+
+def no_packing(packs: bool | None, call: str) -> None:
+    """Refuse pack_gqa=True by name where no kernel has it."""
+    if packs is not None and packs is not False:
+        raise NotImplementedError(f"pack_gqa={packs} is not available in {call}: pass pack_gqa=None")
 
 
 _ELSEWHERE = "torch.nn.functional.scaled_dot_product_attention has it"

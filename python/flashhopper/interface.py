@@ -55,7 +55,10 @@ def flash_attn_func(
             cost in time (docs/benchmarks.md) and four bytes for each query block; the tiled engine's gradients always
             are.
         num_splits: must be 1 in this version.
-        pack_gqa: must be None or False in this version.
+        pack_gqa: whether the query heads of a KV head share tiles of the forward kernel, whose keys are then read once
+            for them: True, False, or None, where it saves an eighth of the tiles or more (short queries; explain()
+            tells). No bit of the result depends on it. True is refused with fp8 and where heads / kv_heads has no
+            divisor from 2 to 64. The tiled engine has no such tiles and ignores it, and so does the backward.
         sm_margin: multiprocessors that the kernels leave free.
         fp8: a recipe for attention in 8 bits, such as flashhopper.Fp8Recipe(); None is the inputs' own precision. q, k
             and v are then float16 or bfloat16, quantised in the call, and out is of their dtype; softcap and sink are
@@ -79,8 +82,9 @@ def flash_attn_func(
     """
     if absent:
         checks.absent("flash_attn_func", absent)
-    if num_splits != 1 or pack_gqa or fp8 is not None:
-        checks.not_built(num_splits, pack_gqa)
+    if num_splits != 1 or fp8 is not None:
+        checks.not_built(num_splits)
+        checks.no_packing(pack_gqa, "8-bit calls")
         recipe = fp8_attention.check_recipe(fp8)
         fp8_attention.check_options(softcap, sink, out)
         result, exact_lse = fp8_attention.dense(
@@ -94,7 +98,7 @@ def flash_attn_func(
         q, k, v, sink = ops.autocast(q, k, v, sink)
     elif sink is None and window_size is _UNBOUNDED and softcap == 0.0 and not ops.wants_gradient(q, k, v, sink):
         # The checks below cost more than the launch, and a call that passed them once will pass them again.
-        key = ops.call_key(q, k, v, softmax_scale, causal, sm_margin, backend)
+        key = ops.call_key(q, k, v, softmax_scale, causal, sm_margin, pack_gqa, backend)
         prepared = hopper.remembered.get(key) if key is not None else None
         if prepared is not None:
             if out is not None:
@@ -102,6 +106,7 @@ def flash_attn_func(
             result, lse = prepared.run(q, k, v, return_lse, out)
             return (result, lse) if return_lse and lse is not None else result
     sizes = checks.dense(q, k, v)
+    checks.pack_gqa(pack_gqa, sizes[2], sizes[5])
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
     if softmax_scale is not None or softcap != 0.0 or sm_margin != 0:
@@ -127,6 +132,7 @@ def flash_attn_func(
         sm_margin,
         deterministic,
         backend,
+        pack_gqa,
         is_plain,
         sizes,
         return_lse,
@@ -233,7 +239,8 @@ def flash_attn_varlen_func(
     """
     if absent:
         checks.absent("flash_attn_varlen_func", absent)
-    checks.not_built(num_splits, pack_gqa)
+    checks.not_built(num_splits)
+    checks.no_packing(pack_gqa, "flash_attn_varlen_func")
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     if fp8 is not None:
         recipe = fp8_attention.check_recipe(fp8)

@@ -32,7 +32,7 @@ _BACKWARD = "(Tensor dq, Tensor dk, Tensor dv, Tensor dsink)"  # dsink is empty 
 
 library: Any = torch.library.Library("flashhopper", "DEF")  # type: ignore[no-untyped-call]
 for _schema in (
-    f"forward({_INPUTS}, {_NUMBERS}, {_LAUNCH}) -> {_FORWARD}",
+    f"forward({_INPUTS}, {_NUMBERS}, {_LAUNCH}, bool? pack_gqa=None) -> {_FORWARD}",
     f"backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_NUMBERS}, {_LAUNCH}) -> {_BACKWARD}",
     f"varlen_forward({_INPUTS}, {_PACKING}, {_NUMBERS}, {_LAUNCH}) -> {_FORWARD}",
     f"varlen_backward({_GRADIENTS}, {_INPUTS}, {_SAVED}, {_PACKING}, {_NUMBERS}, {_LAUNCH}) -> {_BACKWARD}",
@@ -52,12 +52,14 @@ def dense_forward(
     sm_margin: int,
     deterministic: bool,
     backend: str,
+    pack_gqa: bool | None = None,
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::forward on real tensors."""
     sizes = checks.dense(q, k, v)
+    checks.pack_gqa(pack_gqa, sizes[2], sizes[5])
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
-    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend, pack_gqa)
     out, lse = run_dense(q, k, v, sink, *numbers, sizes, True)
     assert lse is not None
     return out, lse
@@ -74,6 +76,7 @@ def run_dense(
     softcap: float,
     sm_margin: int,
     backend: str,
+    pack_gqa: bool | None,
     sizes: checks.DenseShape,
     needs_lse: bool,
     key: hopper.CallKey | None = None,
@@ -85,9 +88,9 @@ def run_dense(
     has_sink = sink is not None
     if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
         if has_sink or softcap != 0.0:
-            options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+            options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin, pack_gqa)
             return hopper_options.dense_forward(q, k, v, sink, sizes, options, into)
-        numbers = (softmax_scale, window_left, window_right, sm_margin)
+        numbers = (softmax_scale, window_left, window_right, sm_margin, pack_gqa)
         return hopper.forward(q, k, v, sizes, *numbers, needs_lse, key, into)
     return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
 
@@ -122,8 +125,10 @@ def _dense_forward_fake(
     sm_margin: int,
     deterministic: bool,
     backend: str,
+    pack_gqa: bool | None = None,
 ) -> tuple[_Tensor, _Tensor]:
-    batch, seqlen_q, heads, head_dim, _, _, head_dim_v = checks.dense(q, k, v)
+    batch, seqlen_q, heads, head_dim, _, kv_heads, head_dim_v = checks.dense(q, k, v)
+    checks.pack_gqa(pack_gqa, heads, kv_heads)
     if sink is not None:
         checks.sink(sink, heads, q.device)
     has_sink = sink is not None

@@ -26,6 +26,8 @@ _is_dynamo = torch.compiler.is_dynamo_compiling
 _tracing_state = torch._C._get_tracing_state
 _increment_version = torch.autograd.graph.increment_version
 
+_SCALES, _CHOICES = (type(None), float), (type(None), bool)
+
 
 def is_plain(q: _Tensor, k: _Tensor, v: _Tensor, sink: _Tensor | None) -> bool:
     """Whether nothing watches or transforms this call, so that it may skip the dispatcher.
@@ -82,16 +84,23 @@ def check_output(
 
 
 def call_key(
-    q: _Tensor, k: _Tensor, v: _Tensor, softmax_scale: float | None, causal: bool, sm_margin: int, backend: str
+    q: _Tensor,
+    k: _Tensor,
+    v: _Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    sm_margin: int,
+    pack_gqa: bool | None,
+    backend: str,
 ) -> hopper.CallKey | None:
     """What a repeated call has in common with the first, for a plain call without gradients, windows, softcap and sink
     (tensors unchecked as yet); None where this cannot be told by looking.
     """
     # Numbers of other types may equal these and yet be refused.
-    if type(sm_margin) is not int or (softmax_scale is not None and type(softmax_scale) is not float):
+    if type(sm_margin) is not int or type(softmax_scale) not in _SCALES or type(pack_gqa) not in _CHOICES:
         return None
     layouts = hopper.read_layouts(q, k, v)
-    return None if layouts is None else (layouts, softmax_scale, 0 if causal else -1, sm_margin, backend)
+    return None if layouts is None else (layouts, softmax_scale, 0 if causal else -1, sm_margin, pack_gqa, backend)
 
 
 def dense_attention(
@@ -106,6 +115,7 @@ def dense_attention(
     sm_margin: int,
     deterministic: bool,
     backend: str,
+    pack_gqa: bool | None,
     plain: bool,
     sizes: checks.DenseShape,
     needs_lse: bool,
@@ -115,7 +125,7 @@ def dense_attention(
     """Checked dense attention by the shortest way that this call allows; lse may be None where it is not needed. key is
     call_key's, or None for a call that is not to be remembered; into is memory that may be written to, not must.
     """
-    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
+    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend, pack_gqa)
     if not plain:
         refuse_tangents(q, k, v, sink)
         run = library.forward_op if is_dispatched() else _differentiable
@@ -135,6 +145,7 @@ def dense_attention(
         softcap,
         sm_margin,
         backend,
+        pack_gqa,
         sizes,
         needs_lse,
         key,
@@ -196,7 +207,7 @@ def _refuse_forward_mode(*_: Any) -> NoReturn:
 
 
 def _dense_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:
-    q, k, v, sink, *numbers = inputs
+    q, k, v, sink, *numbers, _ = inputs  # pack_gqa is the forward's alone
     ctx.save_for_backward(q, k, v, *output, sink)
     ctx.numbers = numbers
     ctx.set_materialize_grads(False)  # an unused lse costs nothing
@@ -208,7 +219,7 @@ def _dense_gradient(ctx: Any, dout: _Tensor | None, dlse: _Tensor | None) -> tup
         dout = torch.zeros_like(out)
     run = gradient_runner(library.backward_op, library.dense_backward, once, q)
     dq, dk, dv, dsink = run(dout, dlse, q, k, v, out, lse, sink, *ctx.numbers)
-    return dq, dk, dv, None if sink is None else dsink, *(None,) * 7
+    return dq, dk, dv, None if sink is None else dsink, *(None,) * 8
 
 
 def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[_Tensor, _Tensor]) -> None:

@@ -58,13 +58,15 @@ def explain(
     Raises:
         ValueError, NotImplementedError: as the function.
     """
-    checks.not_built(num_splits, pack_gqa)
+    checks.not_built(num_splits)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     if packing is None:
         sizes = checks.dense(q, k, v)
+        checks.pack_gqa(pack_gqa, sizes[2], sizes[5])
         lengths = [(sizes[1], sizes[4])] * sizes[0]
     else:
         sizes = _longest(checks.packed(q, k, v, *packing), packing)
+        checks.no_packing(pack_gqa, "packed calls")
         lengths = flops.packed_lengths(packing, q.shape[0], k.shape[0])
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
@@ -72,11 +74,12 @@ def explain(
     if fp8 is not None:
         fp8_attention.check_recipe(fp8)
         fp8_attention.check_options(softcap, sink)
+        checks.no_packing(pack_gqa, "8-bit calls")
         fp8_attention.check_inputs(q, sizes[3], sizes[6])
     left, right = checks.normalize_window(causal, window_size)
     left, right = checks.widen_window(left, right, sizes[1], sizes[4])
     scale = sizes[3] ** -0.5 if softmax_scale is None else softmax_scale
-    options = (scale, softcap, sink is not None, sm_margin, deterministic)
+    options = (scale, softcap, sink is not None, sm_margin, deterministic, pack_gqa)
     return _plan(Call(q, k, v, sizes, packing, lengths, left, right, *options), fp8)
 
 

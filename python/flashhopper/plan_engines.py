@@ -47,6 +47,8 @@ class Plan:
     copies: tuple[str, ...] = field(default=())  # inputs that are copied first, and why
     notes: tuple[str, ...] = field(default=())
     cluster: int = 1  # thread blocks that load keys and values for one another
+    packed_heads: int = 1  # query heads that share a tile of the Hopper forward
+    packing: str = ""  # the same in words, and why; of grouped heads on the Hopper kernels
     is_bound: bool = False  # whether `tiles` and `grid` are upper bounds: the kernels read lengths on the device
     recipe: str = ""  # of an 8-bit call, in words
     quantizer: str = ""  # what quantises, and why
@@ -66,6 +68,8 @@ class Plan:
                 f"launch     {launch}, {self.smem_bytes} bytes of shared memory, {self.workspace_bytes} of workspace"
             )
         lines.append(f"scheduler  {self.scheduler}")
+        if self.packing:
+            lines.append(f"packing    {self.packing}")
         lines.append(f"work       {self.flops / 1e9:.3f} GFLOP, {self.bytes / 1e6:.3f} MB of inputs and outputs")
         lines.append(f"gradients  {self.gradients}")
         if self.recipe:
@@ -92,6 +96,7 @@ class Call(NamedTuple):
     has_sink: bool
     sm_margin: int
     deterministic: bool
+    pack_gqa: bool | None
 
     @property
     def totals(self) -> tuple[int, int]:
@@ -138,6 +143,21 @@ def _hopper_scheduler(call: Call, cluster: int) -> str:
     return f"{takers} take tiles from a counter, by a list made on the device; {order}, in each {heads}"
 
 
+def _packing_text(call: Call, recipe: Fp8Recipe | None, packed_heads: int) -> str:
+    """Which query heads share tiles, and why."""
+    heads, kv_heads = call.sizes[2], call.sizes[5]
+    if heads == kv_heads:
+        return ""
+    if recipe is not None or call.packing is not None:
+        kind = "8-bit calls" if recipe is not None else "packed sequences"
+        return f"each query head has tiles of its own, as in all {kind}"
+    chosen = f"{packed_heads} of the {heads // kv_heads} query heads of a KV head share a tile"
+    why = "fewer tiles"
+    if packed_heads == 1:
+        chosen, why = "each query head has tiles of its own", "no sharing saves an eighth of the tiles"
+    return f"{chosen}: {why if call.pack_gqa is None else f'pack_gqa={call.pack_gqa}'}"
+
+
 def hopper_plan(call: Call, recipe: Fp8Recipe | None, common: dict[str, object]) -> Plan:
     """On the kernels, in 16 bits or with a recipe."""
     sizes, totals = call.sizes, call.totals
@@ -146,11 +166,11 @@ def hopper_plan(call: Call, recipe: Fp8Recipe | None, common: dict[str, object])
         batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = (max(size, 1) for size in sizes)
         sizes = (batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v)
         common = {**common, "notes": (*notes(), "the problem is empty: nothing is launched")}
-    launch = (call.q.dtype, call.left, call.right, call.sm_margin, call.q.device)
+    launch, device = (call.q.dtype, call.left, call.right, call.sm_margin), call.q.device
     if recipe is None:
-        row = hopper.forward_plan(sizes, *launch, totals)
+        row = hopper.forward_plan(sizes, *launch, call.pack_gqa, device, totals)
     else:
-        row = hopper_fp8.forward_plan(sizes, recipe, *launch, None if call.packing is None else totals[0])
+        row = hopper_fp8.forward_plan(sizes, recipe, *launch, device, None if call.packing is None else totals[0])
     workspace = hopper.module.workspace_bytes()
     if call.packing is not None:
         workspace += hopper.module.packed_workspace_bytes(sizes[0], totals[0])
@@ -168,6 +188,8 @@ def hopper_plan(call: Call, recipe: Fp8Recipe | None, common: dict[str, object])
         threads=row["threads"],
         stages=row["stages"],
         cluster=row["cluster"],
+        packed_heads=row["packed_heads"],
+        packing=_packing_text(call, recipe, row["packed_heads"]),
         smem_bytes=row["smem_bytes"],
         workspace_bytes=workspace,
         copies=_copies(call, recipe),

@@ -154,7 +154,7 @@ def launch(
     pointers = [x.data_ptr() for x in (q, k, v, out, lse, workspace())]
     softmax_scale = q.size(3) ** -0.5 if scale is None else scale
     stream = torch.cuda.current_stream().cuda_stream
-    call = _C.prepare_forward(*strides, *sizes, -1, 0 if causal else -1, softmax_scale, code, sm_margin)
+    call = _C.prepare_forward(*strides, *sizes, -1, 0 if causal else -1, softmax_scale, code, sm_margin, -1)
     call(*pointers, stream)
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from gpu_support import GUARD, LSE_TOLERANCE, NAN, Tensors, judged, workspace
 
+from flashhopper.engine import hopper
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -24,11 +26,13 @@ class Options:
     softcap: float = 0.0
     sink: torch.Tensor | None = None
     scale: float | None = None
+    pack_gqa: bool | None = None
 
     def public(self) -> dict[str, object]:
         """As the public functions' keywords."""
         window = (self.left, self.right)
-        return {"window_size": window, "softcap": self.softcap, "sink": self.sink, "softmax_scale": self.scale}
+        numbers = {"softcap": self.softcap, "softmax_scale": self.scale, "pack_gqa": self.pack_gqa}
+        return {"window_size": window, "sink": self.sink, **numbers}
 
 
 PLAIN, CAUSAL = Options(), Options(right=0)
@@ -182,7 +186,8 @@ def launch(tensors: Tensors, options: Options, batch: Packed | None = None) -> P
     code = _C.BF16 if q.dtype == torch.bfloat16 else _C.FP16
     stream = torch.cuda.current_stream().cuda_stream
     places = [lse.data_ptr(), workspace().data_ptr(), *addresses]
-    _C.forward(views, places, sizes, totals, scale, options.softcap, code, 0, stream)
+    pack_gqa = hopper.pack_code(options.pack_gqa)
+    _C.forward(views, places, sizes, totals, scale, options.softcap, code, 0, pack_gqa, stream)
     stores = [out_store, lse_store] if memory is None else [out_store, lse_store, memory[0]]
     written = torch.stack([(~x[side]).sum() for y in stores for x in [y.isnan()] for side in _SIDES])
     assert not written.any(), f"wrote outside out, lse or the list: {written.tolist()} elements"

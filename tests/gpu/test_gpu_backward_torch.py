@@ -195,6 +195,7 @@ def test_opcheck_of_the_forward_with_gradients() -> None:
     names = [argument.name for argument in torch.ops.flashhopper.forward.default._schema.arguments]
     values: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": None, "softmax_scale": 0.125, "window_left": -1}
     values |= {"window_right": 0, "softcap": 0.0, "sm_margin": 0, "deterministic": True, "backend": "hopper"}
+    values["pack_gqa"] = True
     torch.library.opcheck(torch.ops.flashhopper.forward.default, tuple(values[name] for name in names))
 
 

@@ -13,7 +13,7 @@ LIMITS = Limits(
     lengths=(0, 1, 2, 7, 8, 63, 64, 65, 79, 80, 81, 127, 128, 129, 160, 191, 192, 193, 255, 256, 257, 384, 385, 512),
     most_tokens=1500,
     most_head_dim=256,
-    groups=(1, 1, 2, 3, 4, 8),
+    groups=(1, 1, 2, 3, 4, 7, 8),
 )
 PARTS, PER_PART = 16, 48
 PROPERTY = settings(

@@ -21,7 +21,7 @@ PREPARE_PARAMETERS = (
     *("v_batch_stride", "v_row_stride", "v_head_stride"),
     *("out_batch_stride", "out_row_stride", "out_head_stride"),
     *("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"),
-    *("window_left", "window_right", "softmax_scale", "dtype", "sm_margin"),
+    *("window_left", "window_right", "softmax_scale", "dtype", "sm_margin", "pack_gqa"),
 )
 CALL_PARAMETERS = ("q", "k", "v", "out", "lse", "workspace", "stream")
 # The parameters of _C.backward, the tensors of its first and the sizes of its fifth.
@@ -34,7 +34,8 @@ BACKWARD_ADDRESSES = (
 )
 # The parameters of _C.forward, the tensors of its first and the addresses of its second.
 FORWARD_PARAMETERS = (
-    *("tensors", "addresses", "sizes", "totals", "softmax_scale", "softcap", "dtype", "sm_margin", "stream"),
+    *("tensors", "addresses", "sizes", "totals", "softmax_scale", "softcap", "dtype", "sm_margin", "pack_gqa"),
+    "stream",
 )
 FORWARD_TENSORS = ("q", "k", "v", "out")
 FORWARD_ADDRESSES = (
@@ -105,16 +106,33 @@ class FakeModule:
     def _row(self, kind: str, head_dim: int, head_dim_v: int) -> dict[str, object]:
         numbers = {"tile_m": 128, "tile_n": 160, "stages": 2, "q_stages": 1, "consumer_warpgroups": 2, "threads": 384}
         registers = {"producer_registers": 24, "consumer_registers": 240, "smem_bytes": 200000}
-        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "cluster": 2, "flops": 1.0, "bytes": 2.0}
+        work = {"grid": 132, "tiles": 64, "workspace_bytes": 4321, "flops": 1.0, "bytes": 2.0}
+        shared = {"cluster": 2, "packed_heads": 1}
         config = f"{kind}_hd{head_dim}_m128_n160"
-        return {"config": config, "head_dim": head_dim, "head_dim_v": head_dim_v, **numbers, **registers, **work}
+        return {
+            "config": config,
+            "head_dim": head_dim,
+            "head_dim_v": head_dim_v,
+            **numbers,
+            **registers,
+            **work,
+            **shared,
+        }
 
     def forward_plan(
-        self, sizes: Sequence[int], dtype: int, sm_margin: int, num_sms: int, totals: tuple[int, int] = (0, 0)
+        self,
+        sizes: Sequence[int],
+        dtype: int,
+        sm_margin: int,
+        num_sms: int,
+        totals: tuple[int, int] = (0, 0),
+        pack_gqa: int = -1,
     ) -> dict[str, object]:
+        """Heads share tiles where that is asked for, all of a group."""
         packed = () if totals == (0, 0) else (totals,)
         self.plan_arguments = (sizes, dtype, sm_margin, num_sms, *packed)
-        return self._plan("fwd", "forward", self.rows, sizes)
+        packed_heads = sizes[1] // sizes[2] if pack_gqa == 1 else 1
+        return self._plan("fwd", "forward", self.rows, sizes) | {"packed_heads": packed_heads}
 
     def backward_plan(
         self,

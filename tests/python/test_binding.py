@@ -18,7 +18,7 @@ SIZES = (1, 16, 16, 64, 64, 64, 64)
 
 
 def prepare(*, sizes: tuple[int, ...] = SIZES, sm_margin: int = 0) -> object:
-    return hopper.module.prepare_forward(*STRIDES, *sizes, -1, 0, 0.125, hopper.module.BF16, sm_margin)
+    return hopper.module.prepare_forward(*STRIDES, *sizes, -1, 0, 0.125, hopper.module.BF16, sm_margin, -1)
 
 
 @pytest.mark.parametrize("arguments", [(), (16,) * 6, (16,) * 8, (16,) * 6 + (1.0,), (None,) + (16,) * 6])
@@ -73,7 +73,7 @@ DENSE = (0, 0)
 def plan(direction: str, problem: object, *, sm_margin: int = 0, deterministic: bool = False) -> dict[str, object]:
     numbers = (hopper.module.BF16, sm_margin)
     if direction == "forward":
-        made: dict[str, object] = hopper.module.forward_plan(problem, *numbers, 132)
+        made: dict[str, object] = hopper.module.forward_plan(problem, *numbers, 132, DENSE, 0)
     else:
         made = hopper.module.backward_plan(problem, *numbers, deterministic, 132)
     return made
@@ -151,7 +151,7 @@ def test_a_plan_of_a_packed_batch_needs_no_lengths() -> None:
 
 
 def test_a_forward_call_takes_four_tensors_and_eight_addresses() -> None:
-    numbers = ((0, 0), 0.125, 0.0, hopper.module.BF16, 0)
+    numbers = ((0, 0), 0.125, 0.0, hopper.module.BF16, 0, -1)
     for views, count in ((VIEWS[:3], 8), (VIEWS[:4], 7)):
         with pytest.raises(TypeError, match="incompatible function arguments"):
             hopper.module.forward(views, [0] * count, PROBLEM, *numbers, 0)
@@ -160,7 +160,7 @@ def test_a_forward_call_takes_four_tensors_and_eight_addresses() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the addresses here are nobody's")
 def test_without_a_gpu_a_forward_call_reports_the_error_of_cuda() -> None:
     with pytest.raises(RuntimeError, match="cuda"):
-        hopper.module.forward(VIEWS[:4], [16] * 8, PROBLEM, (10, 10), 0.125, 5.0, hopper.module.BF16, 0, 0)
+        hopper.module.forward(VIEWS[:4], [16] * 8, PROBLEM, (10, 10), 0.125, 5.0, hopper.module.BF16, 0, -1, 0)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0), (0, 0), (-1, 900), (300, 40), (2000, 3)])

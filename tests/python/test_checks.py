@@ -164,7 +164,6 @@ def test_fused(shape: tuple[int, ...], heads: int | None, message: str) -> None:
     [
         ({"num_splits": 0}, "num_splits=0 is not available in this version: pass num_splits=1"),
         ({"num_splits": 4}, "num_splits=4 is not available in this version: pass num_splits=1"),
-        ({"pack_gqa": True}, "pack_gqa=True is not available in this version"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(change: dict[str, object], message: str) -> None:

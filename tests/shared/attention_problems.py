@@ -25,6 +25,7 @@ OTHER_LSE_TOLERANCE = 1e-3  # fp32 sums of exponentials of scores near 10
 FLOAT64_TOLERANCE = 1e-10
 LAYOUTS = ("contiguous", "heads first", "gaps", "odd gaps")
 NAMES = ("q", "k", "v", "sink")
+TUNING = ("deterministic", "sm_margin", "pack_gqa")  # options that no result depends on but for rounding
 Tensors = list[torch.Tensor]
 
 
@@ -117,6 +118,7 @@ def _draw(draw: Any, limits: Limits) -> Problem:
         "softmax_scale": pick(None, None, None, 0.02, 0.5),
         "deterministic": draw(st.booleans()),
         "sm_margin": pick(0, 0, 0, 8),
+        "pack_gqa": None if is_packed else pick(None, False, True, True),
     }
     has_sink = pick(False, False, True)
     wanted = pick((True,) * 4, (True,) * 4, (False,) * 4, tuple(draw(st.booleans()) for _ in range(4)))
@@ -210,7 +212,7 @@ def _upstream(problem: Problem, inputs: Inputs, dtype: torch.dtype, lse: torch.T
 def _oracle(problem: Problem, inputs: Inputs, saved: torch.Tensor) -> tuple[Tensors, Tensors, Tensors]:
     """out and lse in float64, gradients, and how far the error of the out that was saved moves those."""
     leaves = [x.detach().double().requires_grad_() for x in inputs.tensors]
-    named = {name: value for name, value in problem.options if name not in ("deterministic", "sm_margin")}
+    named = {name: value for name, value in problem.options if name not in TUNING}
     packing = {
         name: x.cpu() if isinstance(x, torch.Tensor) else x
         for name, x in inputs.packing.items()

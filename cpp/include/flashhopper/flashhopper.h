@@ -67,6 +67,10 @@ typedef struct {
   const int32_t *seqused_q, *seqused_k;        // (batch), how many leading rows of a sequence exist; null: all
   int64_t total_q, total_k;
   void* packed_workspace;  // flashhopper_packed_workspace_bytes() of device memory, 16-byte aligned, contents undefined
+  // Whether query heads of a kv head share a tile, whose keys are then read once for them: -1 where it saves tiles, as
+  // plan.packed_heads tells; 0 never; 1 always, which packed sequences do not have and which needs heads / kv_heads to
+  // be 1 or to have a divisor from 2 to 64. No bit of the result depends on it.
+  int32_t pack_gqa;
 } flashhopper_forward_params;
 
 // Attention of 8-bit tensors: an element is data * scale. q and k are e4m3 or int8, v is e4m3, out fp16 or bf16; the
@@ -177,8 +181,9 @@ typedef struct {
   int32_t stages, q_stages, consumer_warpgroups, threads, producer_registers, consumer_registers;
   int64_t smem_bytes, grid, tiles;
   int64_t workspace_bytes;
-  double flops, bytes;  // of the kept scores' GEMMs (2 forward, 5 backward), and of all inputs and outputs
-  int32_t cluster;      // thread blocks that load keys and values for one another; of a row alone: at most
+  double flops, bytes;   // of the kept scores' GEMMs (2 forward, 5 backward), and of all inputs and outputs
+  int32_t cluster;       // thread blocks that load keys and values for one another; of a row alone: at most
+  int32_t packed_heads;  // query heads that share a forward tile
 } flashhopper_plan;
 
 typedef struct {

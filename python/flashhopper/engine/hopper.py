@@ -84,6 +84,11 @@ def dtype_code(dtype: torch.dtype) -> int:
     return int(module.BF16 if dtype is torch.bfloat16 else module.FP16)
 
 
+def pack_code(pack_gqa: bool | None) -> int:
+    """What the C ABI calls None (where it pays), False and True."""
+    return -1 if pack_gqa is None else int(pack_gqa)
+
+
 def copy_reason(x: torch.Tensor) -> str | None:
     """Why TMA cannot read this tensor (batch, seqlen, heads, head_dim) where it lies; None when it can."""
     if x.stride(3) != 1:
@@ -139,7 +144,7 @@ class PreparedForward:
 
     Args:
         q, strides: of readable tensors; strides are (batch, row, head) of q, k and v.
-        numbers: softmax_scale, window_left, window_right, sm_margin.
+        numbers: softmax_scale, window_left, window_right, sm_margin, pack_gqa.
     """
 
     __slots__ = ("_call", "_index", "_is_like_q", "_lse_shape", "_numbers", "_out_shape", "_rows", "_sizes")
@@ -149,10 +154,10 @@ class PreparedForward:
         q: torch.Tensor,
         strides: tuple[int, ...],
         sizes: DenseShape,
-        numbers: tuple[float, int, int, int],
+        numbers: tuple[float, int, int, int, bool | None],
     ) -> None:
         batch, seqlen_q, heads, head_dim, seqlen_k, kv_heads, head_dim_v = sizes
-        softmax_scale, window_left, window_right, sm_margin = numbers
+        softmax_scale, window_left, window_right, sm_margin, pack_gqa = numbers
         self._sizes, self._numbers = sizes, numbers
         self._index = q.get_device()
         self._out_shape = (batch, seqlen_q, heads, head_dim_v)
@@ -165,7 +170,7 @@ class PreparedForward:
             *strides,
             *out_strides,
             *(batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v),
-            *(window_left, window_right, softmax_scale, dtype_code(q.dtype), sm_margin),
+            *(window_left, window_right, softmax_scale, dtype_code(q.dtype), sm_margin, pack_code(pack_gqa)),
         )
 
     def run(
@@ -190,8 +195,7 @@ class PreparedForward:
         try:
             self._call(q_address, k_address, v_address, out.data_ptr(), lse_address, workspace, stream)
         except RuntimeError as error:
-            _, window_left, window_right, sm_margin = self._numbers
-            plan = forward_plan(self._sizes, q.dtype, window_left, window_right, sm_margin, q.device)
+            plan = forward_plan(self._sizes, q.dtype, *self._numbers[1:], q.device)
             raise RuntimeError(f"{error}; plan: {plan}") from error
         return out, lse
 
@@ -205,6 +209,7 @@ def forward(
     window_left: int,
     window_right: int,
     sm_margin: int,
+    pack_gqa: bool | None,
     needs_lse: bool = True,
     key: CallKey | None = None,
     out: torch.Tensor | None = None,
@@ -231,7 +236,7 @@ def forward(
     readable_q, q_strides = readable(q)
     readable_k, k_strides = readable(k)
     readable_v, v_strides = readable(v)
-    numbers = (softmax_scale, window_left, window_right, sm_margin)
+    numbers = (softmax_scale, window_left, window_right, sm_margin, pack_gqa)
     prepared = PreparedForward(readable_q, (*q_strides, *k_strides, *v_strides), sizes, numbers)
     result = prepared.run(readable_q, readable_k, readable_v, needs_lse, out)
     if key is not None and readable_q is q and readable_k is k and readable_v is v:
@@ -259,12 +264,13 @@ def forward_plan(
     window_left: int,
     window_right: int,
     sm_margin: int,
+    pack_gqa: bool | None,
     device: torch.device,
     totals: tuple[int, int] = (0, 0),
 ) -> _C.Plan:
     """What the compiled module would launch for these sizes; totals: rows of q and k of a packed batch."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     plan: _C.Plan = module.forward_plan(
-        problem(sizes, window_left, window_right), dtype_code(dtype), sm_margin, num_sms, totals
+        problem(sizes, window_left, window_right), dtype_code(dtype), sm_margin, num_sms, totals, pack_code(pack_gqa)
     )
     return plan

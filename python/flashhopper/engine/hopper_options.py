@@ -21,6 +21,7 @@ class Options(NamedTuple):
     window_right: int
     softcap: float
     sm_margin: int
+    pack_gqa: bool | None = None
 
 
 def dense_forward(
@@ -110,10 +111,10 @@ def _launch(
             options.softcap,
             hopper.dtype_code(q.dtype),
             options.sm_margin,
+            hopper.pack_code(options.pack_gqa),
             stream,
         )
     except RuntimeError as error:
-        plan = hopper.forward_plan(
-            sizes, q.dtype, options.window_left, options.window_right, options.sm_margin, q.device, totals
-        )
+        window = (options.window_left, options.window_right)
+        plan = hopper.forward_plan(sizes, q.dtype, *window, options.sm_margin, options.pack_gqa, q.device, totals)
         raise RuntimeError(f"{error}; plan: {plan}") from error

@@ -127,8 +127,6 @@ def test_functions_of_a_cache_are_refused_by_name() -> None:
         fa3.flash_attn_with_kvcache(q, q, q)
     with pytest.raises(NotImplementedError, match="get_scheduler_metadata"):
         fa3.get_scheduler_metadata(1, 4, 4, 2, 2, 8, torch.zeros(1, dtype=torch.int32))
-    with pytest.raises(NotImplementedError, match="pack_gqa"):
-        fa3.flash_attn_func(q, q, q, pack_gqa=True)
 
 
 @pytest.fixture

@@ -1,0 +1,137 @@
+// GQA packing: rows of tiles are a bijection with positions and heads, for every number of heads a tile may hold; the
+// key blocks of such tiles against brute force; and the choice of that number.
+#include <algorithm>
+#include <vector>
+
+#include "check.hpp"
+#include "core/heuristics.hpp"
+#include "forward/args.hpp"
+
+using namespace flashhopper;
+
+namespace {
+
+template <int kWarpgroups_>
+struct Traits {
+  static constexpr bool kIs8Bit = false;
+  static constexpr int kWarpgroups = kWarpgroups_;
+  static constexpr int kTileN = 48;
+  static constexpr ForwardConfig kConfig = kForwardConfigs[find_forward_config("fwd_hd128_m128_n128")];
+  static_assert(kConfig.cluster == 2);
+};
+
+void divides_exactly() {
+  for (int heads = 1; heads <= kWarpgroupRows; ++heads) {
+    RowMap const map = make_row_map(heads);
+    CHECK(map.heads == heads && map.rows() <= kWarpgroupRows && map.rows() + heads > kWarpgroupRows);
+    for (int row = 0; row < kWarpgroupRows; ++row) {
+      CHECK(map.position(row) == row / heads);
+      CHECK(map.head(row) == row % heads);
+    }
+  }
+}
+
+// What consumers do with the scores of a tile: which blocks they visit, which keys of those a row keeps. The CTAs of a
+// cluster load what any of them visits, which begins where each of them begins.
+template <class T>
+void blocks_keep_what_the_mask_keeps(ForwardArgs const& args, SequenceTile const& tile) {
+  Mask const mask = mask_of(args, tile);
+  BlockRange const visited = visited_blocks<T>(args, tile), unmasked = unmasked_blocks<T>(args, tile);
+  BlockRange const shared = shared_blocks<T>(args, tile);
+  CHECK(shared.size() == visited.size() + foreign_blocks<T>(args, tile));
+  CHECK(visited.size() == 0 || (shared.begin == visited.begin && shared.end >= visited.end));
+  int const begin = first_position<T>(args, tile, 0);
+  int const end = std::min(first_position<T>(args, tile, T::kWarpgroups), mask.seqlen_q);
+  if (begin >= end) CHECK(visited.size() == 0);
+  for (int block = 0; block * T::kTileN < mask.seqlen_k; ++block) {
+    int kept = 0;
+    for (int position = begin; position < end; ++position) {
+      for (int key = block * T::kTileN; key < (block + 1) * T::kTileN; ++key) kept += mask.keeps(position, key);
+    }
+    CHECK((block >= visited.begin && block < visited.end) == (kept > 0));
+    if (begin >= end) continue;  // nobody asks which blocks of no rows need a test
+    CHECK((block >= unmasked.begin && block < unmasked.end) == (kept == (end - begin) * T::kTileN));
+  }
+}
+
+// Every (batch, head, position) is one used row of one tile, beside the kv head that it attends to.
+template <int kWarpgroups>
+void every_query_has_one_row(int batch, int kv_heads, int group, int pack, int seqlen_q, int seqlen_k, Window window,
+                             int cluster = 1) {
+  using T = Traits<kWarpgroups>;
+  int const heads = kv_heads * group, packs = heads / pack;
+  ForwardArgs args{};
+  args.row_map = make_row_map(pack);
+  args.group = packs / kv_heads;
+  args.cluster = cluster;
+  args.window = window;
+  int const blocks = ceil_div(seqlen_q, cluster * kWarpgroups * args.row_map.positions);
+  args.schedule.dense = make_tile_schedule(blocks, batch, packs, kv_heads, 1, window.right >= 0, window.right >= 0);
+  args.schedule.rows = {{0, seqlen_q, seqlen_q}, {0, seqlen_k, seqlen_k}};
+  std::vector<int> owners(batch * heads * seqlen_q, 0);
+  for (int i = 0; i < args.schedule.total() * cluster; ++i) {
+    SequenceTile tile;
+    QueryTiles<T>{args, i % cluster}.put(i / cluster, tile);
+    CHECK(first_position<T>(args, tile, 0) < seqlen_q || tile.block % cluster > 0);
+    blocks_keep_what_the_mask_keeps<T>(args, tile);
+    for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) {
+      for (int row = 0; row < args.row_map.rows(); ++row) {
+        int const position = first_position<T>(args, tile, warpgroup) + args.row_map.position(row);
+        int const head = tile.head * pack + args.row_map.head(row);
+        CHECK(head / group == tile.head / args.group);
+        if (position < seqlen_q) ++owners[(tile.batch * heads + head) * seqlen_q + position];
+      }
+    }
+  }
+  CHECK(std::all_of(owners.begin(), owners.end(), [](int count) { return count == 1; }));
+}
+
+constexpr ForwardConfig const& kTwo = kForwardConfigs[find_forward_config("fwd_hd128_m128_n128")];
+constexpr ForwardConfig const& kThree = kForwardConfigs[find_forward_config("fwd_hd64_m192_n128")];
+static_assert(kTwo.tile_m == 128 && kThree.tile_m == 192);
+
+void fewest_tiles_are_chosen() {
+  for (ForwardConfig const& config : {kTwo, kThree}) {
+    for (int group : {1, 2, 3, 5, 6, 7, 8, 12, 16, 24, 48, 64, 67, 71, 80, 96, 128, 134}) {
+      for (int seqlen_q : {1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 128, 129, 1000}) {
+        int const chosen = choose_packed_heads(seqlen_q, group, config);
+        CHECK(group % chosen == 0 && chosen <= kWarpgroupRows);
+        int64_t const fewest = tiles_of_group(seqlen_q, group, config, chosen);
+        for (int heads = 2; heads <= std::min(group, kWarpgroupRows); ++heads) {
+          if (group % heads != 0) continue;
+          CHECK(chosen > 1);
+          int64_t const tiles = tiles_of_group(seqlen_q, group, config, heads);
+          CHECK(tiles > fewest || (tiles == fewest && heads <= chosen));
+        }
+        CHECK(chosen > 1 || !packing_pays(seqlen_q, group, config, chosen));
+      }
+    }
+  }
+  static_assert(tiles_of_group(1, 8, kTwo, 1) == 8 && tiles_of_group(1, 8, kTwo, 8) == 1);
+  static_assert(tiles_of_group(16, 8, kTwo, 8) == 1 && tiles_of_group(17, 8, kTwo, 8) == 2);
+  static_assert(tiles_of_group(24, 8, kThree, 8) == 1 && tiles_of_group(18, 7, kTwo, 7) == 1);
+  static_assert(choose_packed_heads(1, 8, kTwo) == 8 && choose_packed_heads(1, 128, kTwo) == 64);
+  static_assert(choose_packed_heads(1, 48, kTwo) == 48 && choose_packed_heads(64, 48, kTwo) == 16);
+  static_assert(choose_packed_heads(1, 67, kTwo) == 1 && choose_packed_heads(1, 134, kTwo) == 2);
+  static_assert(packing_pays(1, 8, kTwo, 8) && packing_pays(64, 8, kTwo, 8) && packing_pays(130, 8, kTwo, 8));
+  static_assert(!packing_pays(128, 8, kTwo, 8) && !packing_pays(2048, 8, kThree, 8) && !packing_pays(8192, 8, kTwo, 8));
+  static_assert(!packing_pays(1, 1, kTwo, 1));
+}
+
+}  // namespace
+
+int main() {
+  divides_exactly();
+  for (int seqlen_q : {1, 2, 17, 63, 130}) {
+    for (Window const& window : {Window{-1, -1}, Window{-1, 0}, Window{20, 3}}) {
+      for (int pack : {1, 2, 3, 5, 7, 8, 12, 16, 64}) {
+        every_query_has_one_row<2>(2, 3, pack, pack, seqlen_q, 100, window);
+        every_query_has_one_row<3>(1, 2, 2 * pack, pack, seqlen_q, 77, window);
+        if (window.left < 0) every_query_has_one_row<2>(2, 2, 2 * pack, pack, seqlen_q, 300, window, 2);
+      }
+      every_query_has_one_row<2>(1, 1, 64, 1, seqlen_q, 200, window);
+    }
+  }
+  fewest_tiles_are_chosen();
+  return check::report("row map");
+}

@@ -147,20 +147,20 @@ struct OnlineSoftmax {
   }
 
   // After the last block: normalise[r] turns row r of the accumulated output into the result, lse[r] is its natural
-  // log-sum-exp. sink[r]: a score, in base 2, that joins the row's sum and has no value; -inf: none. It may be far
-  // above the maximum, so the sum is rescaled to the larger of them; without a sink that multiplies by exactly 1.
+  // log-sum-exp. sink[r]: a natural logit that joins the row's sum and has no value; -inf: none. It may be far above
+  // the maximum, so the sum is rescaled to the larger of them; without a sink that multiplies by exactly 1. shift: what
+  // all scores are too large by (SoftCap). A row that has seen nothing gives the sink, unrounded, whatever its tile.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread],
-                                      float const (&sink)[kRowsPerThread]) {
+                                      float const (&sink)[kRowsPerThread], float shift) {
     constexpr float kLn2 = 0.69314718055994530942f;
     FLASHHOPPER_UNROLL
     for (int r = 0; r < kRowsPerThread; ++r) {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.f;  // the maximum itself adds 1; NaN scores give a NaN sum and stay visible
-      float const base = offset(row_max[r]), largest = empty ? sink[r] : fmaxf(base, sink[r]);
-      float const decay = empty ? 0.f : fast_exp2(base - largest);
-      float const total = empty ? 1.f : sum * decay + fast_exp2(sink[r] - largest);
-      normalise[r] = decay * fast_reciprocal(total);
-      lse[r] = (largest + fast_log2(total)) * kLn2;
+      float const logit = (sink[r] + shift) * kLog2e, base = offset(row_max[r]), largest = fmaxf(base, logit);
+      float const decay = fast_exp2(base - largest), total = sum * decay + fast_exp2(logit - largest);
+      normalise[r] = empty ? 0.f : decay * fast_reciprocal(total);
+      lse[r] = empty ? sink[r] : (largest + fast_log2(total)) * kLn2 - shift;
     }
   }
 

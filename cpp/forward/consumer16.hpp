@@ -121,10 +121,8 @@ struct Consumer16 : ForwardConsumer<Traits> {
         finish_pv(Int<(Traits::kQStages > 1)>{});
 
         float normalise[kRowsPerThread], lse[kRowsPerThread];
-        for (float& logit : sink) logit = (logit + args.softcap.shift) * kLog2e;
-        softmax.finish(normalise, lse, sink);
+        softmax.finish(normalise, lse, sink, args.softcap.shift);
         multiply_rows(outputs, normalise);
-        for (float& value : lse) value -= args.softcap.shift;
         ThreadRows const rows = this->rows_of(tile);
         store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
         store_output<Element>(args, tile, outputs, rows, lane);

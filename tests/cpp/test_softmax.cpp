@@ -40,7 +40,7 @@ void run(int blocks, double keep_probability, double spread, float scale, std::m
     for (int e = 0; e < kElements; ++e) output[accumulator_row(e)] += scores[e] * (b * 100 + e);
   }
   float normalise[kRowsPerThread], lse[kRowsPerThread];
-  softmax.finish(normalise, lse, kNoSink);
+  softmax.finish(normalise, lse, kNoSink, 0.f);
   for (int r = 0; r < kRowsPerThread; ++r) {
     double sum = 0, expected = 0, highest = -INFINITY;
     for (double s : seen[r]) highest = std::max(highest, s);
@@ -180,20 +180,23 @@ void nan_stays_visible(bool everywhere) {
   for (int r = 0; r < kRowsPerThread; ++r) softmax.raise_max(scores, r);
   for (int r = 0; r < kRowsPerThread; ++r) softmax.exponentiate(scores, r);
   float normalise[kRowsPerThread], lse[kRowsPerThread];
-  softmax.finish(normalise, lse, kNoSink);
+  softmax.finish(normalise, lse, kNoSink, 0.f);
   for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
 }
 
-// Each row's sink joins its sum and has no value, wherever it lies; one of -inf changes no bit.
-void sinks_join_the_sum(std::mt19937& random) {
+// Each row's sink, a natural logit, joins its sum and has no value, wherever it lies; one of -inf changes no bit.
+// shift: what a softcap makes all scores too large by. A row that has seen nothing gives the sink itself.
+void sinks_join_the_sum(float shift, std::mt19937& random) {
   std::normal_distribution<double> normal(0.0, 3.0);
-  for (float sink : {-INFINITY, -500.f, -3.f, 0.f, 2.5f, 300.f}) {
+  for (float sink : {-INFINITY, -340.f, -3.f, 0.f, 1.7f, 210.f}) {
     for (bool empty : {false, true}) {
       OnlineSoftmax softmax(1.f);
       float scores[kElements];
-      float const sinks[kRowsPerThread] = {sink, sink + 1.5f};
-      double const largest = std::max(double{sinks[1]}, 20.0);
-      double sums[kRowsPerThread] = {std::exp2(sinks[0] - largest), std::exp2(sinks[1] - largest)};
+      float const sinks[kRowsPerThread] = {sink, sink + 1.1f};
+      double const log2e = 1 / std::log(2.0);
+      double const logits[kRowsPerThread] = {(double{sinks[0]} + shift) * log2e, (double{sinks[1]} + shift) * log2e};
+      double const largest = std::max(logits[1], 20.0);
+      double sums[kRowsPerThread] = {std::exp2(logits[0] - largest), std::exp2(logits[1] - largest)};
       for (int e = 0; e < kElements; ++e) {
         scores[e] = empty ? -INFINITY : static_cast<float>(normal(random));
         sums[accumulator_row(e)] += std::exp2(double{scores[e]} - largest);
@@ -205,14 +208,36 @@ void sinks_join_the_sum(std::mt19937& random) {
         softmax.exponentiate(scores, r);
       }
       float normalise[kRowsPerThread], lse[kRowsPerThread];
-      softmax.finish(normalise, lse, sinks);
+      softmax.finish(normalise, lse, sinks, shift);
       for (int r = 0; r < kRowsPerThread; ++r) {
-        CHECK(close(lse[r], (largest + std::log2(sums[r])) * std::log(2.0), 1e-5));
+        if (empty) {
+          CHECK(lse[r] == sinks[r] && normalise[r] == 0.f);
+          continue;
+        }
+        CHECK(close(lse[r], (largest + std::log2(sums[r])) * std::log(2.0) - shift, 1e-5));
         // normalise turns exp2(score - maximum) into exp2(score) / sum.
-        CHECK(close(normalise[r], empty ? 0.0 : std::exp2(maxima[r] - largest) / sums[r], 1e-5));
-        if (sink == -INFINITY && !empty) CHECK(normalise[r] == 1.f / softmax.row_sum[r]);
+        CHECK(close(normalise[r], std::exp2(maxima[r] - largest) / sums[r], 1e-5));
+        if (sink == -INFINITY) CHECK(normalise[r] == 1.f / softmax.row_sum[r]);
       }
     }
+  }
+}
+
+// The lse of rows without keys does not depend on whether their tile has keys: every sink comes back with its bits.
+void rows_without_keys_keep_the_sink(std::mt19937& random) {
+  std::normal_distribution<float> normal(0.f, 4.f);
+  for (int repeat = 0; repeat < 1000; ++repeat) {
+    float const sinks[kRowsPerThread] = {normal(random), normal(random)};
+    OnlineSoftmax softmax(0.18f);
+    float scores[kElements];
+    for (float& score : scores) score = -INFINITY;
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      CHECK(repeat % 2 == 0 || softmax.raise_max(scores, r) == 0.f);  // with 0 or one block of masked keys
+      softmax.exponentiate(scores, r);
+    }
+    float normalise[kRowsPerThread], lse[kRowsPerThread];
+    softmax.finish(normalise, lse, sinks, repeat % 3 == 0 ? 30.f : 0.f);
+    for (int r = 0; r < kRowsPerThread; ++r) CHECK(lse[r] == sinks[r] && normalise[r] == 0.f);
   }
 }
 
@@ -245,7 +270,8 @@ int main() {
   scaled_nan_stays_visible();
   equal_scores_are_equal_weights();
   std::mt19937 random(7);
-  sinks_join_the_sum(random);
+  for (float shift : {0.f, 15.f}) sinks_join_the_sum(shift, random);
+  rows_without_keys_keep_the_sink(random);
   for (int repeat = 0; repeat < 200; ++repeat) {
     for (int blocks : {0, 1, 2, 9}) {
       for (double keep : {1.0, 0.5, 0.04, 0.0}) {

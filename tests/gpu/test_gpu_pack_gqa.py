@@ -67,13 +67,16 @@ def test_no_keys() -> None:
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_softcaps_and_sinks(dims: tuple[int, int]) -> None:
-    """Each query head of a tile has its own sink, also in rows that see nothing."""
-    for group, seqlen_q, seqlen_k in ((8, 9, 200), (7, 60, 40), (16, 1, 77)):
+    """Each query head of a tile has its own sink; in rows that see nothing, whatever their tile sees, lse is that."""
+    for group, seqlen_q, seqlen_k in ((8, 9, 200), (7, 60, 40), (16, 1, 77), (4, 400, 150)):
         tensors = draw(group, 2, seqlen_q, seqlen_k, 2 * group, 2, *dims)
         sink = 4 * torch.randn(2 * group, generator=torch.Generator("cuda").manual_seed(1), device="cuda")
         for softcap in (0.0, 20.0):
-            problem = packed_problem(tensors, Options(-1, 0, softcap, sink))
+            options = Options(-1, 0, softcap, sink)
+            problem = packed_problem(tensors, options)
             assert problem is None, f"group {group}, softcap {softcap}: {problem}"
+            unseen = launch(tensors, options)[1][:, :, : max(0, seqlen_q - seqlen_k)]
+            assert_equal_bits(unseen, sink.view(1, -1, 1).expand_as(unseen))
 
 
 def views(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Tensors]:

@@ -204,6 +204,19 @@ def test_unused_lse_and_unused_out(sink: bool) -> None:
             assert_close(a, b, 1e-12)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_rows_that_see_nothing_keep_the_bits_of_their_sink(softcap: float) -> None:
+    """In blocks with keys for other rows and in blocks without."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(1, n, heads, 16, generator=generator) for n, heads in ((90, 6), (30, 2), (30, 2)))
+    sink = 4 * torch.randn(6, generator=generator)
+    with small_tiles():
+        out, lse = fh.flash_attn_func(q, k, v, causal=True, softcap=softcap, sink=sink, return_lse=True)
+    assert torch.equal(lse[:, :, :60], sink.view(1, 6, 1).expand(1, 6, 60))
+    assert not out[:, :60].any()
+    assert (lse[:, :, 60:] > sink[:, None]).all()
+
+
 def test_sink_of_minus_infinity_is_no_sink() -> None:
     q, k, v = (torch.randn(1, 7, 2, 8, requires_grad=True) for _ in range(3))
     sink = torch.full((2,), float("-inf"), requires_grad=True)

@@ -51,7 +51,7 @@ typedef struct {
   flashhopper_tensor k;    // (batch, seqlen_k, kv_heads, head_dim)
   flashhopper_tensor v;    // (batch, seqlen_k, kv_heads, head_dim_v)
   flashhopper_tensor out;  // (batch, seqlen_q, heads,    head_dim_v)
-  float* lse;              // (batch, heads, seqlen_q) contiguous, natural log; -inf for rows that see no key
+  float* lse;              // (batch, heads, seqlen_q) contiguous, natural log; rows that see no key: sink or -inf
   void* workspace;         // flashhopper_workspace_bytes() of device memory, zero before the first use and left zero by
                            // every call; calls that may overlap in time (other streams) need one each
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;

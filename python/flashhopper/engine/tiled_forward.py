@@ -42,12 +42,7 @@ def forward(
     lse = q.new_empty(folded_heads, group, seqlen_q, dtype=sums)
     logits = None
     if sink is not None:
-        logits = (
-            (sink.to(sums) * tiles.LOG2_E)
-            .view(1, kv_heads, group)
-            .expand(batch, -1, -1)
-            .reshape(folded_heads, group, 1)
-        )
+        logits = sink.to(sums).view(1, kv_heads, group).expand(batch, -1, -1).reshape(folded_heads, group, 1)
     blocks = tiles.choose_blocks(folded_heads, group, seqlen_q, k.shape[1], q.device)
     memory = tiles.scratch(blocks, group, folded_q)
     for h in tiles.spans(0, folded_heads, blocks.heads):
@@ -117,15 +112,19 @@ def _finish(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Normalise one block into its place; the sink joins the denominator only."""
+    """Normalise one block into its place; the sink, a natural logit, joins the denominator only."""
+    saw_nothing = row_max == -math.inf
     if sink is not None:
-        largest = torch.maximum(row_max, sink)
+        logit = sink * tiles.LOG2_E
+        largest = torch.maximum(row_max, logit)
         base = largest.masked_fill(largest == -math.inf, 0.0)
         decay = torch.exp2(row_max - base)
-        row_sum = row_sum * decay + torch.exp2(sink - base)
+        row_sum = row_sum * decay + torch.exp2(logit - base)
         acc = acc * decay[..., None]
         row_max = largest
     empty = row_sum == 0
     out.copy_(acc / row_sum.masked_fill(empty, 1.0)[..., None])
     # log2(0) + (-inf) is -inf: rows that saw nothing need no case of their own.
-    lse.copy_(row_sum.log2().add_(row_max).mul_(1.0 / tiles.LOG2_E))
+    natural = row_sum.log2().add_(row_max).mul_(1.0 / tiles.LOG2_E)
+    # Of a row that saw nothing, lse is the sink itself, as in the kernels: not rounded by way of base 2.
+    lse.copy_(natural if sink is None else torch.where(saw_nothing, sink, natural))

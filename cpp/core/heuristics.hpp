@@ -2,6 +2,8 @@
 // the measurements behind the rules.
 #pragma once
 
+#include <numeric>
+
 #include "core/backward_config.hpp"
 #include "core/config8.hpp"
 #include "core/mask.hpp"
@@ -60,23 +62,49 @@ constexpr int64_t tiles_of_group(int64_t seqlen_q, int group, ForwardConfig cons
   return (seqlen_q + positions - 1) / positions * (group / heads);
 }
 
-// The number of heads above 1 that makes the fewest tiles; of equals the largest, whose tiles hold fewer positions and
-// so visit fewer masked keys. 1 where no such number divides the group and fits a warpgroup.
-constexpr int choose_packed_heads(int64_t seqlen_q, int group, ForwardConfig const& config) {
+// How far, on average, the next edge of a block of keys lies behind a bound that moves by `step` from tile to tile:
+// where it stands in a block takes all values of one remainder.
+constexpr int to_block_edge(int bound, int step, int tile_n) {
+  int const unit = std::gcd(step, tile_n), rest = bound % unit;
+  return (tile_n - unit) / 2 + (rest > 0 ? unit - rest : -rest);
+}
+
+// What these tiles cost, in keys that a tile multiplies with or waits for: those that the rows of one in the middle and
+// of its cluster see, which is the average of all, what they visit beside them at bounds of the mask, and one step for
+// the tile's start and end. Tiles of more heads hold fewer positions, which see fewer different keys; a number of heads
+// that does not divide a warpgroup's rows leaves some of them unused, and its tiles seldom end where a block ends.
+constexpr double cost_of_group(Mask const& mask, int group, ForwardConfig const& config, int heads) {
+  int const positions_of_tile = consumer_warpgroups(config) * make_row_map(heads).positions;
+  int const positions =
+      positions_of_tile * choose_cluster(config, mask, false, ceil_div(mask.seqlen_q, positions_of_tile));
+  int const first = mask.query_begin(0);  // rows before it see nothing
+  int const begin = max_of(0, first + (mask.seqlen_q - first) / 2 - positions / 2);
+  int const end = min_of(mask.seqlen_q, begin + positions);
+  int keys = max_of(0, mask.key_end(end - 1) - mask.key_begin(begin)) + config.tile_n;
+  if (mask.window_right >= 0) keys += to_block_edge(mask.shift() + mask.window_right, positions, config.tile_n);
+  if (mask.window_left >= 0) keys += to_block_edge(mask.window_left - mask.shift(), positions, config.tile_n);
+  return static_cast<double>(tiles_of_group(mask.seqlen_q, group, config, heads)) * keys;
+}
+
+// The number of heads above 1 of the least cost, of equals the largest. 1 where no such number divides the group and
+// fits a warpgroup.
+constexpr int choose_packed_heads(Mask const& mask, int group, ForwardConfig const& config) {
   int best = 1;
-  int64_t fewest = INT64_MAX;
+  double least = 0;
   for (int heads = 2; heads <= min_of(group, kWarpgroupRows); ++heads) {
-    if (group % heads != 0 || tiles_of_group(seqlen_q, group, config, heads) > fewest) continue;
-    fewest = tiles_of_group(seqlen_q, group, config, heads);
+    if (group % heads != 0) continue;
+    double const cost = cost_of_group(mask, group, config, heads);
+    if (best > 1 && cost > least) continue;
     best = heads;
+    least = cost;
   }
   return best;
 }
 
-// Whether so many heads a tile save at least an eighth of the tiles. Each costs the same time, whatever its rows are;
-// for a smaller saving, as long queries have it, tiles stay those of one head.
-constexpr bool packing_pays(int64_t seqlen_q, int group, ForwardConfig const& config, int heads) {
-  return 8 * tiles_of_group(seqlen_q, group, config, heads) <= 7 * tiles_of_group(seqlen_q, group, config, 1);
+// Whether so many heads a tile cost less than tiles of one head, by however little: where it saves nothing, sharing was
+// never slower. Full attention saves tiles, with short queries alone; a mask saves keys with any.
+constexpr bool packing_pays(Mask const& mask, int group, ForwardConfig const& config, int heads) {
+  return cost_of_group(mask, group, config, heads) < cost_of_group(mask, group, config, 1);
 }
 
 template <class IsServed>

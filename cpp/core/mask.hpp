@@ -34,13 +34,13 @@ struct Mask {
   int window_left;
   int window_right;
 
-  FLASHHOPPER_HOST_DEVICE int shift() const { return seqlen_k - seqlen_q; }
+  FLASHHOPPER_HOST_DEVICE constexpr int shift() const { return seqlen_k - seqlen_q; }
 
   // Keys seen by a row are [key_begin, key_end), which is empty for rows before the first visible key.
-  FLASHHOPPER_HOST_DEVICE int key_begin(int row) const {
+  FLASHHOPPER_HOST_DEVICE constexpr int key_begin(int row) const {
     return window_left < 0 ? 0 : max_of(0, row + shift() - window_left);
   }
-  FLASHHOPPER_HOST_DEVICE int key_end(int row) const {
+  FLASHHOPPER_HOST_DEVICE constexpr int key_end(int row) const {
     return window_right < 0 ? seqlen_k : max_of(0, min_of(seqlen_k, row + shift() + 1 + window_right));
   }
   FLASHHOPPER_HOST_DEVICE bool keeps(int row, int key) const { return key >= key_begin(row) && key < key_end(row); }
@@ -65,7 +65,7 @@ struct Mask {
   }
 
   // The same seen from the keys, for the backward: queries that see a key are [query_begin, query_end).
-  FLASHHOPPER_HOST_DEVICE int query_begin(int key) const {
+  FLASHHOPPER_HOST_DEVICE constexpr int query_begin(int key) const {
     return window_right < 0 ? 0 : max_of(0, min_of(seqlen_q, key - shift() - window_right));
   }
   FLASHHOPPER_HOST_DEVICE int query_end(int key) const {

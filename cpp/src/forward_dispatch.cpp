@@ -47,14 +47,14 @@ flashhopper_status choose_row_map(flashhopper_forward_params const& params, Forw
   if (p.is_packed && params.pack_gqa == 1) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "pack_gqa is 1: heads of packed sequences do not share tiles; pass -1");
   }
-  int64_t const group = p.heads / p.kv_heads;
+  int const group = static_cast<int>(p.heads / p.kv_heads);
   if (p.is_packed || params.pack_gqa == 0 || group == 1) return FLASHHOPPER_OK;
-  int const heads = choose_packed_heads(p.seqlen_q, static_cast<int>(group), config);
+  int const heads = choose_packed_heads(p.mask(), group, config);
   if (params.pack_gqa == 1 && heads == 1) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "pack_gqa is 1, heads is ", p.heads, ", kv_heads is ", p.kv_heads,
                      ": heads / kv_heads must have a divisor from 2 to ", kWarpgroupRows, "; pass -1");
   }
-  if (params.pack_gqa == 1 || packing_pays(p.seqlen_q, static_cast<int>(group), config, heads)) {
+  if (params.pack_gqa == 1 || packing_pays(p.mask(), group, config, heads)) {
     *map = make_row_map(heads);
   }
   return FLASHHOPPER_OK;

@@ -56,9 +56,10 @@ def flash_attn_func(
             are.
         num_splits: must be 1 in this version.
         pack_gqa: whether the query heads of a KV head share tiles of the forward kernel, whose keys are then read once
-            for them: True, False, or None, where it saves an eighth of the tiles or more (short queries; explain()
-            tells). No bit of the result depends on it. True is refused with fp8 and where heads / kv_heads has no
-            divisor from 2 to 64. The tiled engine has no such tiles and ignores it, and so does the backward.
+            for them: True, False, or None, where the tiles then compute fewer key blocks (short queries, and most
+            causal and window masks; explain() tells). No bit of the result depends on it. True is refused with fp8 and
+            where heads / kv_heads has no divisor from 2 to 64. The tiled engine has no such tiles and ignores it, and
+            so does the backward.
         sm_margin: multiprocessors that the kernels leave free.
         fp8: a recipe for attention in 8 bits, such as flashhopper.Fp8Recipe(); None is the inputs' own precision. q, k
             and v are then float16 or bfloat16, quantised in the call, and out is of their dtype; softcap and sink are

@@ -152,9 +152,9 @@ def _packing_text(call: Call, recipe: Fp8Recipe | None, packed_heads: int) -> st
         kind = "8-bit calls" if recipe is not None else "packed sequences"
         return f"each query head has tiles of its own, as in all {kind}"
     chosen = f"{packed_heads} of the {heads // kv_heads} query heads of a KV head share a tile"
-    why = "fewer tiles"
+    why = "fewer key blocks to compute"
     if packed_heads == 1:
-        chosen, why = "each query head has tiles of its own", "no sharing saves an eighth of the tiles"
+        chosen, why = "each query head has tiles of its own", "no sharing saves key blocks"
     return f"{chosen}: {why if call.pack_gqa is None else f'pack_gqa={call.pack_gqa}'}"
 
 

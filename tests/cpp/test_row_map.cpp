@@ -90,32 +90,79 @@ constexpr ForwardConfig const& kTwo = kForwardConfigs[find_forward_config("fwd_h
 constexpr ForwardConfig const& kThree = kForwardConfigs[find_forward_config("fwd_hd64_m192_n128")];
 static_assert(kTwo.tile_m == 128 && kThree.tile_m == 192);
 
+constexpr Mask full(int seqlen_q, int seqlen_k = 8192) { return {seqlen_q, seqlen_k, -1, -1}; }
+constexpr Mask causal(int seqlen) { return {seqlen, seqlen, -1, 0}; }
+constexpr int chosen(Mask const& mask, int group, ForwardConfig const& config) {
+  int const heads = choose_packed_heads(mask, group, config);
+  return packing_pays(mask, group, config, heads) ? heads : 1;
+}
+
+// Without a mask the cost is that of the number of tiles.
 void fewest_tiles_are_chosen() {
   for (ForwardConfig const& config : {kTwo, kThree}) {
     for (int group : {1, 2, 3, 5, 6, 7, 8, 12, 16, 24, 48, 64, 67, 71, 80, 96, 128, 134}) {
       for (int seqlen_q : {1, 2, 7, 8, 9, 15, 16, 17, 63, 64, 65, 128, 129, 1000}) {
-        int const chosen = choose_packed_heads(seqlen_q, group, config);
-        CHECK(group % chosen == 0 && chosen <= kWarpgroupRows);
-        int64_t const fewest = tiles_of_group(seqlen_q, group, config, chosen);
+        Mask const mask = full(seqlen_q);
+        int const best = choose_packed_heads(mask, group, config);
+        CHECK(group % best == 0 && best <= kWarpgroupRows);
+        int64_t const fewest = tiles_of_group(seqlen_q, group, config, best);
         for (int heads = 2; heads <= std::min(group, kWarpgroupRows); ++heads) {
           if (group % heads != 0) continue;
-          CHECK(chosen > 1);
+          CHECK(best > 1);
           int64_t const tiles = tiles_of_group(seqlen_q, group, config, heads);
-          CHECK(tiles > fewest || (tiles == fewest && heads <= chosen));
+          CHECK(tiles > fewest || (tiles == fewest && heads <= best));
         }
-        CHECK(chosen > 1 || !packing_pays(seqlen_q, group, config, chosen));
+        CHECK(packing_pays(mask, group, config, best) == (fewest < tiles_of_group(seqlen_q, group, config, 1)));
       }
     }
   }
   static_assert(tiles_of_group(1, 8, kTwo, 1) == 8 && tiles_of_group(1, 8, kTwo, 8) == 1);
   static_assert(tiles_of_group(16, 8, kTwo, 8) == 1 && tiles_of_group(17, 8, kTwo, 8) == 2);
   static_assert(tiles_of_group(24, 8, kThree, 8) == 1 && tiles_of_group(18, 7, kTwo, 7) == 1);
-  static_assert(choose_packed_heads(1, 8, kTwo) == 8 && choose_packed_heads(1, 128, kTwo) == 64);
-  static_assert(choose_packed_heads(1, 48, kTwo) == 48 && choose_packed_heads(64, 48, kTwo) == 16);
-  static_assert(choose_packed_heads(1, 67, kTwo) == 1 && choose_packed_heads(1, 134, kTwo) == 2);
-  static_assert(packing_pays(1, 8, kTwo, 8) && packing_pays(64, 8, kTwo, 8) && packing_pays(130, 8, kTwo, 8));
-  static_assert(!packing_pays(128, 8, kTwo, 8) && !packing_pays(2048, 8, kThree, 8) && !packing_pays(8192, 8, kTwo, 8));
-  static_assert(!packing_pays(1, 1, kTwo, 1));
+  static_assert(choose_packed_heads(full(1), 8, kTwo) == 8 && choose_packed_heads(full(1), 128, kTwo) == 64);
+  static_assert(choose_packed_heads(full(1), 48, kTwo) == 48 && choose_packed_heads(full(64), 48, kTwo) == 16);
+  static_assert(choose_packed_heads(full(1), 67, kTwo) == 1 && choose_packed_heads(full(1), 134, kTwo) == 2);
+  static_assert(chosen(full(1), 8, kTwo) == 8 && chosen(full(100), 8, kTwo) == 8 && chosen(full(130), 8, kTwo) == 8);
+  static_assert(chosen(full(128), 8, kTwo) == 1 && chosen(full(8192), 8, kTwo) == 1 && chosen(full(1), 1, kTwo) == 1);
+}
+
+// The cost that the choice goes by is near that of a loop over all tiles, wherever it makes a difference.
+void cost_follows_the_visited_blocks() {
+  for (ForwardConfig const& config : {kTwo, kThree}) {
+    for (int group : {2, 3, 5, 7, 8, 11, 16}) {
+      for (Mask const& mask : {causal(500), causal(2048), Mask{4096, 1024, -1, 0}, Mask{3000, 3000, 127, 0},
+                               Mask{2048, 2048, 1023, 0}, Mask{1000, 3000, 50, 50}, full(2048)}) {
+        auto const visited = [&](int heads) {
+          int const positions = consumer_warpgroups(config) * make_row_map(heads).positions;
+          int const cluster = choose_cluster(config, mask, false, ceil_div(mask.seqlen_q, positions));
+          int64_t blocks = 0;
+          for (int begin = 0; begin < mask.seqlen_q; begin += positions) {
+            int const first = begin - begin / positions % cluster * positions;  // of the cluster
+            blocks += mask.visited(first, first + cluster * positions, config.tile_n).size() + 1;
+          }
+          return static_cast<double>(blocks * (group / heads));
+        };
+        int const heads = choose_packed_heads(mask, group, config);
+        double const cost = visited(heads) / visited(1);
+        CHECK(!packing_pays(mask, group, config, heads) || cost <= 1.03);
+        CHECK(packing_pays(mask, group, config, heads) || cost >= 0.97);
+      }
+    }
+  }
+}
+
+void masks_save_keys_too() {
+  static_assert(chosen(causal(2048), 8, kTwo) == 8 && chosen(causal(8192), 8, kThree) == 8);
+  static_assert(chosen(causal(1 << 30), 8, kTwo) == 8 && chosen(causal(2048), 1, kTwo) == 1);
+  static_assert(chosen({8192, 8192, 127, 0}, 8, kThree) == 8 && chosen({8192, 8192, 1023, 0}, 8, kThree) == 8);
+  // Bounds of whole blocks lie at the edges of whole tiles: two blocks each, whoever shares them.
+  static_assert(chosen({8192, 8192, 127, 0}, 8, kTwo) == 1 && chosen({8192, 8192, 100, 0}, 8, kTwo) == 8);
+  // Rows that stay unused cost more than long sequences save: 4 in 64 of groups of 5, 9 of groups of 11.
+  static_assert(chosen(causal(8192), 5, kTwo) == 1 && chosen(causal(512), 5, kTwo) == 5);
+  static_assert(chosen(causal(8192), 11, kTwo) == 1 && chosen(causal(8192), 67, kTwo) == 1);
+  static_assert(chosen(causal(8192), 6, kTwo) == 2);
+  // Rows without keys, and no keys at all.
+  static_assert(chosen({4096, 1024, -1, 0}, 8, kTwo) == 8 && chosen({4096, 0, -1, 0}, 8, kTwo) == 1);
 }
 
 }  // namespace
@@ -133,5 +180,7 @@ int main() {
     }
   }
   fewest_tiles_are_chosen();
+  cost_follows_the_visited_blocks();
+  masks_save_keys_too();
   return check::report("row map");
 }

@@ -25,8 +25,8 @@ def _multiprocessors() -> int:
 @DIMS
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: f"{x[0]}x{x[1]}")
 def test_float64(dims: tuple[int, int], lengths: tuple[int, int], causal: bool) -> None:
-    for index, dtype in enumerate(DTYPES):
-        assert_attends(*draw(index, 1, *lengths, 4, 2, *dims, dtype=dtype), causal)
+    for index, dtype in enumerate(DTYPES):  # heads that share tiles under the mask, and heads that cannot
+        assert_attends(*draw(index, 1, *lengths, 4, (2, 4)[index], *dims, dtype=dtype), causal)
 
 
 @MASKS
@@ -35,8 +35,8 @@ def test_float64(dims: tuple[int, int], lengths: tuple[int, int], causal: bool) 
 def test_bits_do_not_depend_on_clusters(dims: tuple[int, int], causal: bool, margin: int) -> None:
     """One multiprocessor has no cluster, more have. margin < 0 leaves so many multiprocessors."""
     margin = margin % _multiprocessors()
-    for seqlen_q, seqlen_k in ((2100, 2100), (1024, 700)):
-        q, k, v = draw(seqlen_q, 2, seqlen_q, seqlen_k, 6, 2, *dims)
+    for seqlen_q, seqlen_k, kv_heads in ((2100, 2100, 2), (1024, 700, 6)):
+        q, k, v = draw(seqlen_q, 2, seqlen_q, seqlen_k, 6, kv_heads, *dims)
         alone = poisoned_forward(q, k, v, causal, sm_margin=_multiprocessors() - 1)
         together = poisoned_forward(q, k, v, causal, sm_margin=margin)
         judged.count += 1
@@ -62,9 +62,9 @@ def test_right_bounds_and_caps(dims: tuple[int, int], window: tuple[int, int]) -
 @DIMS
 def test_places_pass_between_neighbours(dims: tuple[int, int]) -> None:
     """Hardly any tile has keys, so that nothing but the letters with places couples the two: none may be lost."""
-    q, k, v = draw(17, 4, 4096, 64, 16, 4, *dims)
-    for margin in (0, 1, 0, 32, 0):
-        out, lse = poisoned_forward(q, k, v, True, sm_margin=margin)
+    shared, alone = (draw(17, 4, 4096, 64, 16, kv_heads, *dims) for kv_heads in (4, 16))  # heads of a tile
+    for tensors, margin in ((shared, 0), (alone, 0), (shared, 1), (alone, 0), (alone, 32), (shared, 0)):
+        out, lse = poisoned_forward(*tensors, True, sm_margin=margin)
         judged.count += 1
         assert (out[:, :4032] == 0).all()
         assert (lse[..., :4032] == -torch.inf).all()

@@ -55,6 +55,20 @@ def test_windows(group: int) -> None:
             assert problem is None, f"Sq {seqlen_q} Sk {seqlen_k} window ({left}, {right}): {problem}"
 
 
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_long_queries(dims: tuple[int, int]) -> None:
+    """As causal and window calls share tiles by themselves: many tiles, clusters of them, rows without keys, groups
+    that leave rows of a tile unused.
+    """
+    shapes = ((8, 2100, 2100), (4, 1500, 400), (7, 700, 2100), (3, 1030, 1030))
+    for i, (group, seqlen_q, seqlen_k) in enumerate(shapes):
+        tensors = draw(group, 1, seqlen_q, seqlen_k, group, 1, *dims, dtype=DTYPES[i % 2])
+        sink = torch.randn(group, generator=torch.Generator("cuda").manual_seed(i), device="cuda")
+        for options in (CAUSAL, Options(127, 0), Options(-1, 300), Options(500, 70, 20.0, sink)):
+            problem = packed_problem(tensors, options)
+            assert problem is None, f"group {group}, Sq {seqlen_q} Sk {seqlen_k}, {options}: {problem}"
+
+
 def test_no_keys() -> None:
     """Rows get 0 and their own head's sink, or -inf without one."""
     tensors, sink = draw(3, 2, 50, 0, 14, 2, 64), torch.randn(14, device="cuda")
@@ -122,10 +136,12 @@ def test_random_problems() -> None:
         assert problem is None, f"{[tuple(x.shape) for x in tensors]}, {options}: {problem}"
 
 
-def test_the_public_function_packs_where_it_pays() -> None:
+@pytest.mark.parametrize("seqlen_q", [16, 1024])
+def test_the_public_function_packs_where_it_pays(seqlen_q: int) -> None:
     """Same bits, same gradients, whoever chooses; also into the caller's memory and again from memory."""
-    q, k, v = draw(12, 4, 16, 1000, 64, 8, 128)
+    q, k, v = draw(12, 4, seqlen_q, 1000, 64, 8, 128)
     assert flashhopper.explain(q, k, v, causal=True).packed_heads == 8
+    assert flashhopper.explain(q, k, v).packed_heads == (8 if seqlen_q == 16 else 1)
     assert flashhopper.explain(q, k, v, causal=True, pack_gqa=False).packed_heads == 1
     results = []
     for pack_gqa in (False, None, True, False, None, True):
@@ -168,8 +184,9 @@ def test_a_group_of_a_large_prime_is_not_packed() -> None:
 
 def test_many_tiles() -> None:
     """More tiles than multiprocessors, each with several key blocks, and a margin of them left free."""
-    tensors = draw(15, 40, 20, 1100, 32, 8, 64)
-    assert packed_problem(tensors, CAUSAL) is None
-    q, k, v = tensors
-    for mine in (flashhopper.flash_attn_func(q, k, v, causal=True, sm_margin=n, pack_gqa=True) for n in (0, 7, 131)):
-        assert_equal_bits(mine, flashhopper.flash_attn_func(q, k, v, causal=True, pack_gqa=False))
+    for tensors in (draw(15, 40, 20, 1100, 32, 8, 64), draw(16, 2, 1100, 1100, 16, 2, 128)):
+        assert packed_problem(tensors, CAUSAL) is None
+        alone = flashhopper.flash_attn_func(*tensors, causal=True, pack_gqa=False)
+        for margin in (0, 7, 131):
+            mine = flashhopper.flash_attn_func(*tensors, causal=True, sm_margin=margin, pack_gqa=True)
+            assert_equal_bits(mine, alone)

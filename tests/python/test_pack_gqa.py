@@ -119,7 +119,7 @@ def test_explain(module: FakeModule) -> None:
     assert plan.packed_heads == 4
     assert "packing    4 of the 4 query heads of a KV head share a tile: pack_gqa=True" in str(plan)
     assert "each query head has tiles of its own: pack_gqa=False" in str(fh.explain(*tensors(), pack_gqa=False))
-    assert "its own: no sharing saves an eighth of the tiles" in str(fh.explain(*tensors()))
+    assert "its own: no sharing saves key blocks" in str(fh.explain(*tensors()))
     assert "packing" not in str(fh.explain(*tensors(2, 2)))
     offsets = torch.tensor([0, 5], dtype=torch.int32)
     plan = fh.explain(
@@ -132,9 +132,14 @@ needs_module = pytest.mark.skipif(REAL is None or not REAL.forward_configs(), re
 
 
 def real_plan(
-    heads: int, kv_heads: int, seqlen_q: int, pack_gqa: int = -1, totals: tuple[int, int] = (0, 0)
+    heads: int,
+    kv_heads: int,
+    seqlen_q: int,
+    pack_gqa: int = -1,
+    totals: tuple[int, int] = (0, 0),
+    window: tuple[int, int] = (-1, 0),
 ) -> dict[str, object]:
-    sizes = (2, heads, kv_heads, seqlen_q, 8192, 8, 8, -1, 0)
+    sizes = (2, heads, kv_heads, seqlen_q, 8192, 8, 8, *window)
     made: dict[str, object] = REAL.forward_plan(sizes, REAL.BF16, 0, 132, totals, pack_gqa)
     return made
 
@@ -142,7 +147,7 @@ def real_plan(
 @needs_module
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "seqlen_q", "packed"),
-    [(64, 8, 1, 8), (64, 8, 40, 8), (8, 8, 1, 1), (64, 8, 8192, 1), (71, 1, 1, 1), (128, 1, 1, 64), (21, 3, 5, 7)],
+    [(64, 8, 1, 8), (64, 8, 40, 8), (8, 8, 1, 1), (64, 8, 8192, 8), (71, 1, 1, 1), (128, 1, 1, 64), (21, 3, 5, 7)],
 )
 def test_heads_share_tiles_where_it_pays(heads: int, kv_heads: int, seqlen_q: int, packed: int) -> None:
     plan = real_plan(heads, kv_heads, seqlen_q)
@@ -154,9 +159,21 @@ def test_heads_share_tiles_where_it_pays(heads: int, kv_heads: int, seqlen_q: in
 
 
 @needs_module
+def test_long_queries_share_tiles_where_a_mask_lets_them() -> None:
+    """Without one, tiles of 192 rows are as many as those of 24 positions of eight heads at 192 queries, not at 200."""
+    full = (-1, -1)
+    assert real_plan(64, 8, 1, window=full)["packed_heads"] == 8
+    assert real_plan(64, 8, 192, window=full)["packed_heads"] == 1
+    assert real_plan(64, 8, 200, window=full)["packed_heads"] == 8
+    assert real_plan(64, 8, 8192, window=(127, 0))["packed_heads"] == 8
+    assert real_plan(40, 8, 8192)["packed_heads"] == 1  # 4 of 64 rows would stay unused
+
+
+@needs_module
 def test_pack_gqa_overrides_the_choice() -> None:
     assert real_plan(64, 8, 1, 0)["packed_heads"] == 1
-    assert real_plan(64, 8, 8192, 1)["packed_heads"] == 8
+    assert real_plan(64, 8, 8192, 0)["packed_heads"] == 1
+    assert real_plan(40, 8, 8192, 1)["packed_heads"] == 5
     assert real_plan(8, 8, 1, 1)["packed_heads"] == 1
     with pytest.raises(ValueError, match="pack_gqa is 1, heads is 67, kv_heads is 1: heads / kv_heads must have a div"):
         real_plan(67, 1, 1, 1)

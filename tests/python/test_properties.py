@@ -99,6 +99,7 @@ def test_what_is_drawn_covers_the_interface() -> None:
         lambda p: p.used_q is not None,
         lambda p: p.heads > p.kv_heads > 1,
         lambda p: p.heads > p.kv_heads and dict(p.options)["pack_gqa"] is True,
+        lambda p: p.heads > p.kv_heads and dict(p.options)["pack_gqa"] is False,
         lambda p: p.head_dim != p.head_dim_v,
         lambda p: any(q > k for q, k in zip(p.lengths_q, p.lengths_k, strict=True)) and dict(p.options)["causal"],
     ):

@@ -118,7 +118,7 @@ def _draw(draw: Any, limits: Limits) -> Problem:
         "softmax_scale": pick(None, None, None, 0.02, 0.5),
         "deterministic": draw(st.booleans()),
         "sm_margin": pick(0, 0, 0, 8),
-        "pack_gqa": None if is_packed else pick(None, False, True, True),
+        "pack_gqa": None if is_packed else pick(None, False, False, True, True),
     }
     has_sink = pick(False, False, True)
     wanted = pick((True,) * 4, (True,) * 4, (False,) * 4, tuple(draw(st.booleans()) for _ in range(4)))

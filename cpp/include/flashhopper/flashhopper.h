@@ -67,7 +67,7 @@ typedef struct {
   const int32_t *seqused_q, *seqused_k;        // (batch), how many leading rows of a sequence exist; null: all
   int64_t total_q, total_k;
   void* packed_workspace;  // flashhopper_packed_workspace_bytes() of device memory, 16-byte aligned, contents undefined
-  // Whether query heads of a kv head share a tile, whose keys are then read once for them: -1 where it saves tiles, as
+  // Whether query heads of a kv head share a tile, whose keys are then read once for them: -1 where it saves key blocks, as
   // plan.packed_heads tells; 0 never; 1 always, which packed sequences do not have and which needs heads / kv_heads to
   // be 1 or to have a divisor from 2 to 64. No bit of the result depends on it.
   int32_t pack_gqa;

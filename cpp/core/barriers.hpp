@@ -23,7 +23,8 @@ struct Barrier {
   FLASHHOPPER_DEVICE void arrive(uint32_t offset = 0) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address() + offset) : "memory");
   }
-  // The same at the barrier that lies there in the CTA of this rank in the cluster.
+  // The same at the barrier that lies there in the CTA of this rank in the cluster. That CTA runs, its barriers are
+  // initialised and it has not ended: between the cluster_sync() at the start and the one at the end of both.
   FLASHHOPPER_DEVICE void arrive_at(int rank, uint32_t offset = 0) {
     asm volatile(
         "{\n"

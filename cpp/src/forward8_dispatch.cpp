@@ -92,23 +92,15 @@ void set_query_scales(flashhopper_forward8_params const& p, Forward8Args* args) 
   }
 }
 
-// Everything but the tensor maps.
-struct Launch {
-  int config_index;
-  int grid;
-  Forward8Args args;
-  ListArgs list;  // of a packed batch
-};
-
-flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sms, Launch* launch) {
+flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sms, Launch<Forward8Args>* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
   FLASHHOPPER_RETURN_IF_ERROR(check_operands(params));
   if (p.is_packed) FLASHHOPPER_RETURN_IF_ERROR(check_packed_operands(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(params, p.mask(), &launch->config_index));
+  ForwardConfig const& config = kForward8Configs[launch->config_index];
+  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(params, config, make_row_map(1), num_sms, launch));
   Forward8Args& args = launch->args;
-  args.lse.data = params.lse;
-  args.workspace = static_cast<int*>(params.workspace);
   args.q_scale = params.q_scale;
   args.k_scale = params.k_scale;
   args.v_scale = params.v_scale;
@@ -121,13 +113,6 @@ flashhopper_status prepare(flashhopper_forward8_params const& params, int num_sm
   args.v_mean_columns = static_cast<int>(params.columns_v);
   args.softmax_scale = p.softmax_scale;
   args.out_is_bf16 = p.dtype == FLASHHOPPER_BF16;
-  ForwardConfig const& config = kForward8Configs[launch->config_index];
-  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, make_row_map(1), num_sms, &args, &launch->grid));
-  if (p.is_packed) {
-    launch->list = make_list(params, config.tile_m);
-    args.schedule.list = launch->list.blocks;
-    args.schedule.list_size = launch->list.size;
-  }
   return FLASHHOPPER_OK;
 }
 
@@ -159,37 +144,21 @@ flashhopper_status describe_forward8_config(int index, flashhopper_plan* plan) {
 }
 
 flashhopper_status plan_forward8(flashhopper_forward8_params const& params, int num_sms, flashhopper_plan* plan) {
-  Launch launch{};
+  Launch<Forward8Args> launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
   describe_problem(Problem(params), kForward8Configs[launch.config_index], launch.args, launch.grid, plan);
-  if (params.cu_seqlens_q != nullptr) {
-    plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
-  }
   return FLASHHOPPER_OK;
 }
 
 flashhopper_status dispatch_forward8(flashhopper_forward8_params const& p) {
   Device device;
   FLASHHOPPER_RETURN_IF_ERROR(current_device(&device));
-  Launch launch{};
+  Launch<Forward8Args> launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, device.num_sms, &launch));
   ForwardConfig const& config = kForward8Configs[launch.config_index];
-  LaunchFunction<Forward8Args> const run = find_instance(kInstances, launch.config_index, p.format);
-  Forward8Args& args = launch.args;
-  FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));
-  FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &args));
-
-  auto const stream = static_cast<cudaStream_t>(p.stream);
-  if (p.cu_seqlens_q != nullptr) {
-    cudaError_t const error = launch_list_blocks(launch.list, device.index, stream);
-    if (error != cudaSuccess) return cuda_error("launching list_blocks_kernel", error);
-  }
-  cudaError_t const error = run(args, launch.grid, device.index, stream);
-  if (error == cudaSuccess) return FLASHHOPPER_OK;
-  flashhopper_plan plan;
-  describe(config, &plan);
-  plan.grid = launch.grid;
-  return launch_error(plan, error);
+  FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &launch.args.out));
+  FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &launch.args));
+  return start_forward(p, config, launch, find_instance(kInstances, launch.config_index, p.format), device.index);
 }
 
 }  // namespace flashhopper

@@ -39,10 +39,16 @@ int64_t query_blocks(Problem const& p, ForwardConfig const& config, RowMap const
   return (p.seqlen_q + positions - 1) / positions * p.batch;
 }
 
+// All tiles that the grid is handed, with those that even out the last cluster of a pack; packed sequences: at most.
+int64_t work_tiles(Problem const& p, ForwardConfig const& config, ForwardArgs const& args) {
+  if (!p.is_packed) return int64_t{args.schedule.dense.total()} * args.cluster;
+  return query_blocks(p, config, args.row_map) * (p.heads / args.row_map.heads);
+}
+
 }  // namespace
 
-flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int num_sms,
-                                 ForwardArgs* args, int* grid) {
+flashhopper_status set_problem(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int num_sms,
+                               ForwardArgs* args, int* grid) {
   int64_t const m_blocks = query_blocks(p, config, row_map), packs = p.heads / row_map.heads;
   if (m_blocks > kMaxTiles / packs) {
     return set_error(FLASHHOPPER_UNSUPPORTED, "heads ", p.heads, " x ", m_blocks, " query blocks of batch ", p.batch,
@@ -59,8 +65,7 @@ flashhopper_status set_arguments(Problem const& p, ForwardConfig const& config, 
   int const sms = num_sms - p.sm_margin;
   args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, blocks);
   args->schedule = make_schedule(p, config, row_map, args->cluster);
-  int64_t const most = p.is_packed ? m_blocks * packs : int64_t{args->schedule.dense.total()} * args->cluster;
-  *grid = static_cast<int>(std::min<int64_t>(most, sms / args->cluster * args->cluster));
+  *grid = static_cast<int>(std::min<int64_t>(work_tiles(p, config, *args), sms / args->cluster * args->cluster));
   return FLASHHOPPER_OK;
 }
 
@@ -102,7 +107,8 @@ void describe_problem(Problem const& p, ForwardConfig const& config, ForwardArgs
   plan->grid = grid;
   plan->cluster = args.cluster;
   plan->packed_heads = args.row_map.heads;
-  plan->tiles = query_blocks(p, config, args.row_map) * (p.heads / args.row_map.heads);
+  if (p.is_packed) plan->workspace_bytes += flashhopper_packed_workspace_bytes(p.batch, p.total_q);
+  plan->tiles = work_tiles(p, config, args);
   double const batch = static_cast<double>(p.batch), heads = static_cast<double>(p.heads);
   double const sq = static_cast<double>(p.seqlen_q), sk = static_cast<double>(p.seqlen_k);
   double const qk = static_cast<double>(p.head_dim), v = static_cast<double>(p.head_dim_v);

@@ -67,33 +67,17 @@ void set_softcap(flashhopper_forward_params const& p, ForwardArgs* args) {
   args->softmax_scale_log2 = 2 * kLog2e * p.softcap;
 }
 
-// Everything but the tensor maps.
-struct Launch {
-  int config_index;
-  int grid;
-  ForwardArgs args;
-  ListArgs list;  // of a packed batch
-};
-
-flashhopper_status prepare(flashhopper_forward_params const& params, int num_sms, Launch* launch) {
+flashhopper_status prepare(flashhopper_forward_params const& params, int num_sms, Launch<ForwardArgs>* launch) {
   Problem const p(params);
   FLASHHOPPER_RETURN_IF_ERROR(check_problem(p, num_sms));
   FLASHHOPPER_RETURN_IF_ERROR(check_options(params));
   FLASHHOPPER_RETURN_IF_ERROR(choose_config(p, &launch->config_index));
   ForwardConfig const& config = kForwardConfigs[launch->config_index];
-  ForwardArgs& args = launch->args;
   RowMap row_map;
   FLASHHOPPER_RETURN_IF_ERROR(choose_row_map(params, config, &row_map));
-  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(p, config, row_map, num_sms, &args, &launch->grid));
-  args.lse.data = params.lse;
-  args.sink = params.sink;
-  args.workspace = static_cast<int*>(params.workspace);
-  set_softcap(params, &args);
-  if (p.is_packed) {
-    launch->list = make_list(params, config.tile_m);
-    args.schedule.list = launch->list.blocks;
-    args.schedule.list_size = launch->list.size;
-  }
+  FLASHHOPPER_RETURN_IF_ERROR(set_arguments(params, config, row_map, num_sms, launch));
+  launch->args.sink = params.sink;
+  set_softcap(params, &launch->args);
   return FLASHHOPPER_OK;
 }
 
@@ -128,37 +112,21 @@ flashhopper_status describe_forward_config(int index, flashhopper_plan* plan) {
 }
 
 flashhopper_status plan_forward(flashhopper_forward_params const& params, int num_sms, flashhopper_plan* plan) {
-  Launch launch{};
+  Launch<ForwardArgs> launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(params, num_sms, &launch));
   describe_problem(Problem(params), kForwardConfigs[launch.config_index], launch.args, launch.grid, plan);
-  if (params.cu_seqlens_q != nullptr) {
-    plan->workspace_bytes += flashhopper_packed_workspace_bytes(params.batch, params.total_q);
-  }
   return FLASHHOPPER_OK;
 }
 
 flashhopper_status dispatch_forward(flashhopper_forward_params const& p) {
   Device device;
   FLASHHOPPER_RETURN_IF_ERROR(current_device(&device));
-  Launch launch{};
+  Launch<ForwardArgs> launch{};
   FLASHHOPPER_RETURN_IF_ERROR(prepare(p, device.num_sms, &launch));
   ForwardConfig const& config = kForwardConfigs[launch.config_index];
-  LaunchFunction<ForwardArgs> const run = find_instance(kInstances, launch.config_index, p.dtype);
-  ForwardArgs& args = launch.args;
-  FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &args.out));
-  FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &args));
-
-  auto const stream = static_cast<cudaStream_t>(p.stream);
-  if (p.cu_seqlens_q != nullptr) {
-    cudaError_t const error = launch_list_blocks(launch.list, device.index, stream);
-    if (error != cudaSuccess) return cuda_error("launching list_blocks_kernel", error);
-  }
-  cudaError_t const error = run(args, launch.grid, device.index, stream);
-  if (error == cudaSuccess) return FLASHHOPPER_OK;
-  flashhopper_plan plan;
-  describe(config, &plan);
-  plan.grid = launch.grid;
-  return launch_error(plan, error);
+  FLASHHOPPER_RETURN_IF_ERROR(set_output(p.out, Problem(p), &launch.args.out));
+  FLASHHOPPER_RETURN_IF_ERROR(set_tensor_maps(p, config, &launch.args));
+  return start_forward(p, config, launch, find_instance(kInstances, launch.config_index, p.dtype), device.index);
 }
 
 }  // namespace flashhopper

@@ -103,6 +103,19 @@ def test_a_plan_is_a_row_and_a_grid(direction: str) -> None:
     assert made["flops"] == 2 * 2 * 8 * kept * columns
 
 
+def test_a_grid_has_no_more_thread_blocks_than_there_are_tiles() -> None:
+    """Also where the last cluster of a head has one tile with rows and one without."""
+    rows("forward")
+    for seqlen_q in (128 * 17, 128 * 17 + 1, 128 * 15, 5):
+        for heads in (1, 3, 8):
+            for window in ((-1, -1), (-1, 0), (64, 0)):
+                for num_sms in (1, 7, 132):
+                    sizes = (1, heads, 1, seqlen_q, 700, 128, 128, *window)
+                    made = hopper.module.forward_plan(sizes, hopper.module.BF16, 0, num_sms, DENSE, 0)
+                    assert made["tiles"] == heads * -(-(-(-seqlen_q // 128)) // made["cluster"]) * made["cluster"]
+                    assert made["grid"] == min(num_sms // made["cluster"] * made["cluster"], made["tiles"])
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_plans_refuse_what_the_library_refuses(direction: str) -> None:
     rows(direction)

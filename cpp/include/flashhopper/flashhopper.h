@@ -67,9 +67,9 @@ typedef struct {
   const int32_t *seqused_q, *seqused_k;        // (batch), how many leading rows of a sequence exist; null: all
   int64_t total_q, total_k;
   void* packed_workspace;  // flashhopper_packed_workspace_bytes() of device memory, 16-byte aligned, contents undefined
-  // Whether query heads of a kv head share a tile, whose keys are then read once for them: -1 where it saves key blocks, as
-  // plan.packed_heads tells; 0 never; 1 always, which packed sequences do not have and which needs heads / kv_heads to
-  // be 1 or to have a divisor from 2 to 64. No bit of the result depends on it.
+  // Whether query heads of a kv head share a tile, whose keys are then read once for them: -1 where it saves key
+  // blocks, as plan.packed_heads tells; 0 never; 1 always, which packed sequences do not have and which needs heads /
+  // kv_heads to be 1 or to have a divisor from 2 to 64. No bit of the result depends on it.
   int32_t pack_gqa;
 } flashhopper_forward_params;
 
@@ -179,7 +179,8 @@ typedef struct {
   char config[64];                               // the row of the config table, e.g. "fwd_hd128_m128_n160"
   int32_t tile_m, tile_n, head_dim, head_dim_v;  // head dims as computed (padded)
   int32_t stages, q_stages, consumer_warpgroups, threads, producer_registers, consumer_registers;
-  int64_t smem_bytes, grid, tiles;
+  int64_t smem_bytes, grid;
+  int64_t tiles;  // of work, the empty ones that fill up clusters included; packed sequences: at most
   int64_t workspace_bytes;
   double flops, bytes;   // of the kept scores' GEMMs (2 forward, 5 backward), and of all inputs and outputs
   int32_t cluster;       // thread blocks that load keys and values for one another; of a row alone: at most

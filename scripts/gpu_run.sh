@@ -16,7 +16,7 @@ ln -s "$PWD"/python/flashhopper/* "$package/"
 cp "$library" "$package/"
 
 module="_C$(python3 -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"
-sources=(cpp/bindings/module.cpp cpp/bindings/layout_key.hpp cpp/include/flashhopper/flashhopper.h)
+sources=(cpp/bindings/module.cpp cpp/bindings/*.hpp cpp/include/flashhopper/flashhopper.h)
 if ! sha256sum --check --status build/gpu/module.sha256 2>/dev/null || [ ! -f "build/gpu/$module" ]; then
   includes="$(python3 -m pybind11 --includes)"
   # shellcheck disable=SC2086  # several options

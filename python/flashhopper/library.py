@@ -15,6 +15,7 @@ import torch
 from . import checks
 from .backends import resolve
 from .engine import hopper, hopper_backward, hopper_options, tiled, tiles
+from .engine.hopper_options import Options
 
 _Tensor = torch.Tensor
 
@@ -59,8 +60,8 @@ def dense_forward(
     checks.pack_gqa(pack_gqa, sizes[2], sizes[5])
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
-    numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, backend, pack_gqa)
-    out, lse = run_dense(q, k, v, sink, *numbers, sizes, True)
+    options = Options(softmax_scale, window_left, window_right, softcap, sm_margin, pack_gqa)
+    out, lse = run_dense(q, k, v, sink, options, backend, sizes, True)
     assert lse is not None
     return out, lse
 
@@ -70,13 +71,8 @@ def run_dense(
     k: _Tensor,
     v: _Tensor,
     sink: _Tensor | None,
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    sm_margin: int,
+    options: Options,
     backend: str,
-    pack_gqa: bool | None,
     sizes: checks.DenseShape,
     needs_lse: bool,
     key: hopper.CallKey | None = None,
@@ -85,14 +81,13 @@ def run_dense(
     """Checked dense attention on the engine that serves it; lse may be None where it is not needed. Under key, if
     given, the Hopper engine remembers what it prepares; into, if given, is memory that it writes out to.
     """
+    scale, left, right, softcap, sm_margin, pack_gqa = options
     has_sink = sink is not None
-    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, False, softmax_scale):
+    if resolve(backend, q, sizes[3], sizes[6], left, right, softcap, has_sink, False, scale):
         if has_sink or softcap != 0.0:
-            options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin, pack_gqa)
             return hopper_options.dense_forward(q, k, v, sink, sizes, options, into)
-        numbers = (softmax_scale, window_left, window_right, sm_margin, pack_gqa)
-        return hopper.forward(q, k, v, sizes, *numbers, needs_lse, key, into)
-    return tiled.dense_forward(q, k, v, sink, tiled.Settings(softmax_scale, window_left, window_right, softcap))
+        return hopper.forward(q, k, v, sizes, scale, left, right, sm_margin, pack_gqa, needs_lse, key, into)
+    return tiled.dense_forward(q, k, v, sink, tiled.Settings(scale, left, right, softcap))
 
 
 def _resolve_fake(
@@ -224,7 +219,8 @@ def varlen_forward(
 ) -> tuple[_Tensor, _Tensor]:
     """flashhopper::varlen_forward on real tensors."""
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
-    return run_packed(q, k, v, sink, packing, softmax_scale, window_left, window_right, softcap, sm_margin, backend)
+    options = Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+    return run_packed(q, k, v, sink, packing, options, backend)
 
 
 def run_packed(
@@ -233,11 +229,7 @@ def run_packed(
     v: _Tensor,
     sink: _Tensor | None,
     given: tuple[Any, ...],
-    softmax_scale: float,
-    window_left: int,
-    window_right: int,
-    softcap: float,
-    sm_margin: int,
+    options: Options,
     backend: str,
     into: _Tensor | None = None,
 ) -> tuple[_Tensor, _Tensor]:
@@ -248,12 +240,10 @@ def run_packed(
     sizes = checks.packed(q, k, v, *packing)
     if sink is not None:
         checks.sink(sink, sizes[2], q.device)
-    has_sink = sink is not None
-    if resolve(backend, q, sizes[3], sizes[6], window_left, window_right, softcap, has_sink, True, softmax_scale):
-        options = hopper_options.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+    scale, left, right, softcap, *_ = options
+    if resolve(backend, q, sizes[3], sizes[6], left, right, softcap, sink is not None, True, scale):
         return hopper_options.packed_forward(q, k, v, sink, packing, sizes, options, into)
-    settings = tiled.Settings(softmax_scale, window_left, window_right, softcap)
-    return tiled.packed_forward(q, k, v, sink, packing, settings)
+    return tiled.packed_forward(q, k, v, sink, packing, tiled.Settings(scale, left, right, softcap))
 
 
 def _varlen_forward_fake(

@@ -134,23 +134,8 @@ def dense_attention(
     if wants_gradient(q, k, v, sink):
         out, lse = _plain(q, k, v, sink, *numbers)
         return out, lse
-    return library.run_dense(
-        q,
-        k,
-        v,
-        sink,
-        softmax_scale,
-        window_left,
-        window_right,
-        softcap,
-        sm_margin,
-        backend,
-        pack_gqa,
-        sizes,
-        needs_lse,
-        key,
-        into,
-    )
+    options = library.Options(softmax_scale, window_left, window_right, softcap, sm_margin, pack_gqa)
+    return library.run_dense(q, k, v, sink, options, backend, sizes, needs_lse, key, into)
 
 
 def packed_attention(
@@ -177,8 +162,8 @@ def packed_attention(
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     # The operator, which must not write to its inputs, has no such memory.
     if into is not None and is_plain(q, k, v, sink) and not wants_gradient(q, k, v, sink):
-        settings = (softmax_scale, window_left, window_right, softcap, sm_margin, backend)
-        return library.run_packed(q, k, v, sink, packing, *settings, into)
+        options = library.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+        return library.run_packed(q, k, v, sink, packing, options, backend, into)
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     refuse_tangents(q, k, v, sink)
     run = library.varlen_forward_op if is_dispatched() else _differentiable_varlen

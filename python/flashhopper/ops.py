@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from . import checks, library
 from .engine import hopper
+from .engine.hopper_options import Options
 
 _Tensor = torch.Tensor
 
@@ -134,7 +135,7 @@ def dense_attention(
     if wants_gradient(q, k, v, sink):
         out, lse = _plain(q, k, v, sink, *numbers)
         return out, lse
-    options = library.Options(softmax_scale, window_left, window_right, softcap, sm_margin, pack_gqa)
+    options = Options(softmax_scale, window_left, window_right, softcap, sm_margin, pack_gqa)
     return library.run_dense(q, k, v, sink, options, backend, sizes, needs_lse, key, into)
 
 
@@ -162,7 +163,7 @@ def packed_attention(
     packing = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
     # The operator, which must not write to its inputs, has no such memory.
     if into is not None and is_plain(q, k, v, sink) and not wants_gradient(q, k, v, sink):
-        options = library.Options(softmax_scale, window_left, window_right, softcap, sm_margin)
+        options = Options(softmax_scale, window_left, window_right, softcap, sm_margin)
         return library.run_packed(q, k, v, sink, packing, options, backend, into)
     numbers = (softmax_scale, window_left, window_right, softcap, sm_margin, deterministic, backend)
     refuse_tangents(q, k, v, sink)

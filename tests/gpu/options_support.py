@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from gpu_support import GUARD, LSE_TOLERANCE, NAN, Tensors, judged, workspace
+from gpu_support import DTYPES, GUARD, LSE_TOLERANCE, NAN, Tensors, judged, workspace
 
 from flashhopper.engine import hopper
 
@@ -104,6 +106,36 @@ def draw_packed(
     q[missing_q.cuda()] = NAN
     k[missing_k.cuda()] = v[missing_k.cuda()] = NAN
     return batch
+
+
+def random_batch(
+    rng: random.Random, dims: Sequence[tuple[int, int]], least_outputs: int = 0
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """What draw_packed takes, by name, with its lengths and heads as "shape" and head sizes as "dims"; and a window.
+    Where there would be fewer outputs than that, the first sequence becomes longer.
+    """
+    count = rng.choice([1, 2, 5, 17])
+    lengths_q, lengths_k = (
+        [rng.choice([0, 1, 64, 127, 128, 129, rng.randint(1, 700)]) for _ in range(count)] for _ in range(2)
+    )
+    used_q, used_k = (
+        [rng.randint(0, n) for n in lengths] if rng.random() < 0.3 else None for lengths in (lengths_q, lengths_k)
+    )
+    kv_heads = rng.choice([1, 2, 3])
+    heads, chosen = kv_heads * rng.choice([1, 2, 4]), rng.choice(dims)
+    if sum(lengths_q) * heads * chosen[1] < least_outputs:
+        lengths_q[0], used_q = 500, None
+    left, right = (rng.choice([-1, -1, 0, 1, 63, 64, 100, rng.randint(0, 900)]) for _ in range(2))
+    sizes = {
+        "seed": rng.randrange(2**31),
+        "shape": (lengths_q, lengths_k, heads, kv_heads),
+        "dims": chosen,
+        "dtype": rng.choice(DTYPES),
+        "used_q": used_q,
+        "used_k": used_k,
+        "behind": rng.choice([0, 0, 1, 200]),
+    }
+    return sizes, (left, right)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, dtype: torch.dtype) -> Pair:

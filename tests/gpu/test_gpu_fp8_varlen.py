@@ -11,7 +11,7 @@ import pytest
 import torch
 from fp8_support import RECIPES, Case, draw8, guarded_results, judge8, sized
 from gpu_support import DTYPES, NAN, assert_equal_bits, poison_free_memory
-from options_support import CAUSAL, PLAIN, Options, Packed, draw_packed, offsets
+from options_support import CAUSAL, PLAIN, Options, Packed, draw_packed, offsets, random_batch
 
 import flashhopper
 from flashhopper import checks
@@ -384,19 +384,6 @@ CHUNKS, PER_CHUNK = 4, 12
 def test_random_batches(chunk: int) -> None:
     rng = random.Random(90_000 + chunk)
     for _ in range(PER_CHUNK):
-        count = rng.choice([1, 2, 5, 17])
-        lengths_q, lengths_k = (
-            [rng.choice([0, 1, 64, 127, 128, 129, rng.randint(1, 700)]) for _ in range(count)] for _ in range(2)
-        )
-        used_q = [rng.randint(0, n) for n in lengths_q] if rng.random() < 0.3 else None
-        used_k = [rng.randint(0, n) for n in lengths_k] if rng.random() < 0.3 else None
-        kv_heads = rng.choice([1, 2, 3])
-        heads, dims = kv_heads * rng.choice([1, 2, 4]), rng.choice(DIMS)
-        window = [rng.choice([-1, -1, 0, 1, 63, 64, 100, rng.randint(0, 900)]) for _ in range(2)]
-        batch = draw(
-            *(rng.randrange(2**31), lengths_q, lengths_k, heads, kv_heads, dims, rng.choice(DTYPES)),
-            used_q=used_q,
-            used_k=used_k,
-            behind=rng.choice([0, 0, 1, 200]),
-        )
+        sizes, window = random_batch(rng, DIMS)
+        batch = draw(sizes.pop("seed"), *sizes.pop("shape"), sizes.pop("dims"), **sizes)
         check(batch, rng.choice(SERVED), Options(*window, scale=rng.choice([None, 0.02])))

@@ -37,6 +37,19 @@ def test_windows_of_every_kernel(dims: tuple[int, int], dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_right_bounds_of_many_tiles(dims: tuple[int, int]) -> None:
+    """Beyond the diagonal, with and without a left bound, where neighbouring tiles end at different keys: as many keys
+    as queries, fewer, more; one head a tile and two.
+    """
+    for i, (seqlen_q, seqlen_k) in enumerate(((2100, 2100), (2100, 700), (700, 2100))):
+        tensors = draw(i, 1, seqlen_q, seqlen_k, 2, 1, *dims, dtype=DTYPES[i % 2])
+        for left, right in ((-1, 1), (-1, 127), (-1, 600), (300, 200)):
+            for pack_gqa in (False, True):
+                problem = dense_problem(tensors, Options(left, right, pack_gqa=pack_gqa))
+                assert problem is None, f"Sq {seqlen_q} Sk {seqlen_k} ({left}, {right}) {pack_gqa}: {problem}"
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_a_window_of_the_whole_sequence_is_causal(dims: tuple[int, int]) -> None:
     """Also where the module itself gets it, past the public function's own rule."""
     from options_support import launch

@@ -12,6 +12,7 @@ from gpu_support import DTYPES, assert_equal_bits, draw, judge, materialised, po
 import flashhopper
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 SLOW_CYCLES = 50_000_000  # some 30 ms of a kernel that only spins
 
 
@@ -45,7 +46,7 @@ def test_no_host_synchronisation() -> None:
 
 def test_streams_at_once() -> None:
     """Calls that overlap on several streams must not share scheduler state."""
-    problems = [draw(10 + i, 4, 700 + 100 * i, 900, 8, 2, (64, 128)[i % 2]) for i in range(6)]
+    problems = [draw(10 + i, 4, 700 + 100 * i, 900, 8, (2, 8)[i % 2], *dims) for i, dims in enumerate(DIMS)]
     expected = [flashhopper.flash_attn_func(*p, causal=True) for p in problems]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in problems]
@@ -113,9 +114,10 @@ def test_head_neighbours_do_not_matter(causal: bool) -> None:
 
 
 @MASKS
-def test_cuda_graph(causal: bool) -> None:
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_cuda_graph(dims: tuple[int, int], causal: bool) -> None:
     """Capture after one warm-up call, replay on new inputs, with eager calls in between."""
-    q, k, v = draw(7, 2, 700, 700, 8, 2, 128)
+    q, k, v = draw(7, 2, 700, 700, 8, 2, *dims)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         flashhopper.flash_attn_func(q, k, v, causal=causal)
@@ -124,7 +126,7 @@ def test_cuda_graph(causal: bool) -> None:
     with torch.cuda.graph(graph):
         out, lse = flashhopper.flash_attn_func(q, k, v, causal=causal, return_lse=True)
     for seed in (8, 9, 10):
-        for target, source in zip((q, k, v), draw(seed, 2, 700, 700, 8, 2, 128), strict=True):
+        for target, source in zip((q, k, v), draw(seed, 2, 700, 700, 8, 2, *dims), strict=True):
             target.copy_(source)
         out.fill_(float("nan"))
         lse.fill_(float("nan"))
@@ -136,7 +138,7 @@ def test_cuda_graph(causal: bool) -> None:
 
 def test_graphs_at_once() -> None:
     """Two graphs replayed on two streams, and eager calls on a third, share no scheduler state."""
-    problems = [draw(30 + i, 4, 900, 900, 8, 2, 128) for i in range(3)]
+    problems = [draw(30 + i, 4, 900, 900, 8, 2, head_dim) for i, head_dim in enumerate((128, 192, 256))]
     expected = [flashhopper.flash_attn_func(*p, causal=True) for p in problems]
     torch.cuda.synchronize()
     graphs, outputs = [], []

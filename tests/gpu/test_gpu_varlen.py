@@ -22,6 +22,7 @@ from options_support import (
     offsets,
     packed_attention,
     packed_problem,
+    random_batch,
 )
 
 import flashhopper
@@ -303,32 +304,12 @@ def test_random_batches(chunk: int) -> None:
     rng = random.Random(70_000 + chunk)
     problems = []
     for index in range(PER_CHUNK):
-        count = rng.choice([1, 2, 5, 17])
-        lengths_q, lengths_k = (
-            [rng.choice([0, 1, 64, 127, 128, 129, rng.randint(1, 700)]) for _ in range(count)] for _ in range(2)
-        )
-        used_q = [rng.randint(0, n) for n in lengths_q] if rng.random() < 0.3 else None
-        used_k = [rng.randint(0, n) for n in lengths_k] if rng.random() < 0.3 else None
-        kv_heads = rng.choice([1, 2, 3])
-        heads, dims = kv_heads * rng.choice([1, 2, 4]), rng.choice(DIMS)
-        if sum(lengths_q) * heads * dims[1] < 4096:  # over a handful of numbers the yardstick may be small by luck
-            lengths_q[0], used_q = 500, None
-        window = [rng.choice([-1, -1, 0, 1, 63, 64, 100, rng.randint(0, 900)]) for _ in range(2)]
-        sink = torch.randn(heads, device="cuda") if rng.random() < 0.3 else None
-        options = Options(*window, softcap=rng.choice([0.0, 0.0, 15.0]), sink=sink)
-        batch = draw_packed(
-            rng.randrange(2**31),
-            lengths_q,
-            lengths_k,
-            heads,
-            kv_heads,
-            *dims,
-            dtype=rng.choice(DTYPES),
-            used_q=used_q,
-            used_k=used_k,
-            behind=rng.choice([0, 0, 1, 200]),
-        )
-        problem = packed_problem(batch, options)
+        # Over a handful of numbers the yardstick may be small by luck.
+        sizes, window = random_batch(rng, DIMS, least_outputs=4096)
+        label = f"{index}: {sizes} {window}"
+        batch = draw_packed(sizes.pop("seed"), *sizes.pop("shape"), *sizes.pop("dims"), **sizes)
+        sink = torch.randn(batch.q.size(1), device="cuda") if rng.random() < 0.3 else None
+        problem = packed_problem(batch, Options(*window, softcap=rng.choice([0.0, 0.0, 15.0]), sink=sink))
         if problem:
-            problems.append(f"{index}: {dims} H{heads}:{kv_heads} {lengths_q} {lengths_k} {window}: {problem}")
+            problems.append(f"{label}: {problem}")
     assert not problems, f"{len(problems)} of {PER_CHUNK} wrong\n" + "\n".join(problems)

@@ -112,7 +112,7 @@ def test_a_grid_has_no_more_thread_blocks_than_there_are_tiles() -> None:
                 for num_sms in (1, 7, 132):
                     sizes = (1, heads, 1, seqlen_q, 700, 128, 128, *window)
                     made = hopper.module.forward_plan(sizes, hopper.module.BF16, 0, num_sms, DENSE, 0)
-                    assert made["tiles"] == heads * -(-(-(-seqlen_q // 128)) // made["cluster"]) * made["cluster"]
+                    assert made["tiles"] == heads * -(-seqlen_q // (128 * made["cluster"])) * made["cluster"]
                     assert made["grid"] == min(num_sms // made["cluster"] * made["cluster"], made["tiles"])
 
 

@@ -47,8 +47,10 @@ BatchSchedule make_schedule(Problem const& p, BackwardConfig const& config, bool
   Window const window = p.window();
   bool const uneven = window.left >= 0 || window.right >= 0 || deterministic;
   int const kv_heads = static_cast<int>(p.kv_heads);
-  // Of a kv head: q, the float sum of dq, dout.
-  int64_t const row_bytes = p.heads / p.kv_heads * (6 * config.head_dim + 2 * config.head_dim_v);
+  // Of a kv head: q, the float sum of dq, dout. Of one query head: a section's CTAs walk the heads of its groups at
+  // about the same time. If the whole group counted, a section would be one kv head, whose longest tiles, so many times
+  // as long, would end long after the others.
+  int64_t const row_bytes = 6 * config.head_dim + 2 * config.head_dim_v;
   BatchSchedule schedule{};
   schedule.tile = config.tile_n;
   schedule.by_keys = true;

@@ -32,7 +32,7 @@ from benchmarks.peers import NAMES, load_all
 if TYPE_CHECKING:
     from benchmarks.record import Given
 
-TOOL_SECONDS = 100  # for each tool of compute-sanitizer
+TOOL_SECONDS = 150  # for each tool of compute-sanitizer
 
 
 def _show(row: harness.Row) -> None:

@@ -4,6 +4,7 @@
 // Source: FlashAttention-3, section 3.3 (block quantisation, incoherent processing); SageAttention (key smoothing).
 #pragma once
 
+#include "core/barriers.hpp"
 #include "quantize/io.hpp"
 
 namespace flashhopper {
@@ -25,6 +26,10 @@ struct RowsShape {
   static constexpr int kCtas = kDim >= 192 ? 1 : kDim == 64 ? 3 : 2;  // at once on a multiprocessor
   static constexpr int kSmemBytes = kSlots * kThreads * 16;
   static constexpr int kWarpRows = kScaleBlock / (kThreads / 32);
+  // One copy of a warp: kCopyRows rows of kCopyVectors vectors each, so that places differ by constants alone.
+  static constexpr int kCopyVectors = kDim == 96 ? 4 : 8;
+  static constexpr int kCopyRows = 32 / kCopyVectors;
+  static_assert(kWarpRows % kCopyRows == 0 && kDim / 8 % kCopyVectors == 0);
   static constexpr int kHadamard = hadamard_block(kDim);
   static constexpr float kNorm = kHadamard == 32    ? 0.17677669529663687f  // kHadamard ** -0.5
                                  : kHadamard == 64  ? 0.125f
@@ -36,7 +41,7 @@ struct RowsShape {
 // The first row of a block that the thread computes.
 template <class Shape>
 FLASHHOPPER_DEVICE int first_row() {
-  int const thread = static_cast<int>(threadIdx.x);
+  int const thread = thread_index();
   return thread / 32 * Shape::kWarpRows + thread % 32 / Shape::kLanes;
 }
 
@@ -70,28 +75,48 @@ FLASHHOPPER_DEVICE RowsTask next_rows(RowsArgs const& args, int task) {
   return {{.task = task}, 0};
 }
 
+// Starts copying the rows of the warp. Addresses are the most of the work, so a block that is whole has a way of its
+// own: no conditions, one addition a row.
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, uint4* slots) {
+  int const thread = thread_index(), lane = thread % 32;
+  int const first = at.block * kScaleBlock + thread / 32 * Shape::kWarpRows;
+  constexpr int kVectors = Shape::kHeadDim / 8;
+  int const r = lane / Shape::kCopyVectors, v = lane % Shape::kCopyVectors;
+  uint4* const to = slots + thread / 32 * 32 * Shape::kSlots;
+  if (source.vectors && source.head_dim == Shape::kHeadDim && first + Shape::kWarpRows <= at.seqlen) {
+    Element const* row = source_row<Element>(source, at, first + r) + v * 8;
+    FLASHHOPPER_UNROLL
+    for (int i = 0; i < Shape::kWarpRows; i += Shape::kCopyRows) {
+      FLASHHOPPER_UNROLL
+      for (int j = 0; j < kVectors; j += Shape::kCopyVectors) {
+        fetch_vector(to + place<Shape>(r, v) + i * kVectors + j, row + j * 8);
+      }
+      row += Shape::kCopyRows * source.row_stride;
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int s = 0; s < Shape::kSlots; ++s) {
+    int const row = (s * 32 + lane) / kVectors, vector = (s * 32 + lane) % kVectors;
+    bool const exists = first + row < at.seqlen && vector * 8 < source.head_dim;
+    Element const* const from = source_row<Element>(source, at, exists ? first + row : 0) + vector * 8;
+    if (source.vectors) {
+      fetch_aligned(to + place<Shape>(row, vector), from, exists);
+    } else {
+      fetch_unaligned(to + place<Shape>(row, vector), from, exists);
+    }
+  }
+}
+
 // Starts copying a task's block into the slots of the warp, and the mean that belongs to it.
 template <class Element, class Shape, bool kSmooth>
 FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uint4* slots, float* mean) {
   RowsOperand const& operand = args.operands[at.is_k];
-  int const thread = static_cast<int>(threadIdx.x);
-  constexpr int kVectors = Shape::kHeadDim / 8;
-  int const first = at.block * kScaleBlock + thread / 32 * Shape::kWarpRows;
-  auto const copy = [&](int s, auto const& fetch) {
-    int const r = (s * 32 + thread % 32) / kVectors, v = (s * 32 + thread % 32) % kVectors;
-    bool const exists = first + r < at.seqlen && v * 8 < operand.source.head_dim;
-    Element const* const row = source_row<Element>(operand.source, at, exists ? first + r : 0);
-    fetch(slots + thread / 32 * 32 * Shape::kSlots + place<Shape>(r, v), row + v * 8, exists);
-  };
-  if (operand.source.vectors) {
-#pragma unroll 2
-    for (int s = 0; s < Shape::kSlots; ++s) copy(s, fetch_aligned);
-  } else {
-#pragma unroll 1
-    for (int s = 0; s < Shape::kSlots; ++s) copy(s, fetch_unaligned);
-  }
+  int const thread = thread_index();
+  copy_rows<Element, Shape>(operand.source, at, slots);
   if constexpr (kSmooth) {
-    int const mean_head = at.head / (operand.blocks.heads / operand.mean_heads);
+    int const mean_head = operand.by_group.quotient(at.head);
     float const* const from = operand.mean + (int64_t{at.sequence} * operand.mean_heads + mean_head) * Shape::kHeadDim;
     if (thread < Shape::kHeadDim / 4) fetch_aligned(reinterpret_cast<uint4*>(mean) + thread, from + thread * 4, true);
   }
@@ -151,7 +176,7 @@ FLASHHOPPER_DEVICE void rotate_row(float (&x)[Shape::kElements], float const* si
 template <class Shape>
 FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask const& at, float const* mean,
                                    float (&x)[Shape::kRows][Shape::kElements]) {
-  int const thread = static_cast<int>(threadIdx.x), lane = thread % Shape::kLanes;
+  int const thread = thread_index(), lane = thread % Shape::kLanes;
   float const subtracted = operand.subtract ? 1.f : 0.f;
   float dots[Shape::kRows] = {};
   FLASHHOPPER_UNROLL
@@ -209,7 +234,7 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
   __shared__ __align__(16) float means[2][kSmooth ? kDim : 4];  // two: one arrives while the other is read
   __shared__ float maxima[2][Shape::kThreads / 32];             // two, so that one barrier a block is enough
   __shared__ RowsTask tasks[2][Shape::kThreads / 32];           // of each warp: the block's and the next one's
-  int const thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % Shape::kLanes;
+  int const thread = thread_index(), warp = thread / 32, lane = thread % Shape::kLanes;
   float const most = args.is_int8 ? 127.f : 448.f;
   float const norm = kRotate ? Shape::kNorm : 1.f;
   if constexpr (kRotate) {
@@ -297,6 +322,7 @@ __global__ void __launch_bounds__(RowsShape<kDim>::kThreads, RowsShape<kDim>::kC
       if (!operand.per_row && r == 0 && thread == 0) operand.scale[at.block_place(operand.blocks)] = scale;
     }
   }
+  await_previous();  // the values may still be on their way: what follows this kernel must find them too
 }
 
 }  // namespace flashhopper

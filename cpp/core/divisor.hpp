@@ -8,10 +8,10 @@
 
 namespace flashhopper {
 
-// n / divisor for 0 <= n < 2^31, 1 <= divisor < 2^31. With 2^shift >= divisor and the multiplier 2^(31 + shift) over the
-// divisor, rounded up by less than 1, what stands for the quotient is too large by less than 2^-shift, so by less than
-// 1 over the divisor: not enough to reach the next integer.
-// Source: Granlund and Montgomery, Division by invariant integers using multiplication (1994).
+// n / divisor for 0 <= n < 2^31, 1 <= divisor < 2^31. With 2^shift >= divisor and the multiplier 2^(31 + shift) over
+// the divisor, rounded up by less than 1, what stands for the quotient is too large by less than 2^-shift, so by less
+// than 1 over the divisor: not enough to reach the next integer. Source: Granlund and Montgomery, Division by invariant
+// integers using multiplication (1994).
 struct Divisor {
   uint32_t multiplier = 1u << 31;
   int shift = 0;

@@ -11,12 +11,12 @@ namespace flashhopper {
 
 template <class Element, int kDim>
 cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStream_t stream, Start start) {
-  using Shape = RowsShape<kDim>;
   int const tasks = args.operands[0].blocks.tasks + args.operands[1].blocks.tasks;
   if (tasks == 0) return cudaSuccess;
-  int const grid = min_of(tasks, Shape::kCtas * num_sms);
   void* parameters[] = {const_cast<RowsArgs*>(&args)};
   auto const run = [&]<bool kSmooth, bool kRotate>() {
+    using Shape = RowsShape<kDim, kRotate>;
+    int const grid = min_of(tasks, Shape::kCtas * num_sms);
     return launch<quantize_rows_kernel<Element, kDim, kSmooth, kRotate>>(grid, Shape::kThreads, parameters,
                                                                          Shape::kSmemBytes, device, stream, start);
   };

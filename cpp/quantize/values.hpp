@@ -101,6 +101,7 @@ FLASHHOPPER_DEVICE void fill_tile(uint4 const (&raw)[Shape::kSlots], float const
     FLASHHOPPER_UNROLL
     for (int i = 0; i < Shape::kItems; ++i) {
       int const word = thread / Shape::kVectors + i * (kScaleBlock / 4 / Shape::kItems);
+      uint32_t* const to = tile + value_tile_word(vector * 8, word) + 2 * w * (kScaleBlock / 4);
       float x[4], y[4];
       FLASHHOPPER_UNROLL
       for (int e = 0; e < 4; ++e) {
@@ -110,8 +111,8 @@ FLASHHOPPER_DEVICE void fill_tile(uint4 const (&raw)[Shape::kSlots], float const
         x[e] = __fmul_rn(pair.x - mean.x, factor);
         y[e] = __fmul_rn(pair.y - mean.y, factor);
       }
-      tile[value_tile_word(vector * 8 + 2 * w, word)] = to_e4m3(x[0], x[1], x[2], x[3]);
-      tile[value_tile_word(vector * 8 + 2 * w + 1, word)] = to_e4m3(y[0], y[1], y[2], y[3]);
+      to[0] = to_e4m3(x[0], x[1], x[2], x[3]);
+      to[kScaleBlock / 4] = to_e4m3(y[0], y[1], y[2], y[3]);
     }
   }
 }

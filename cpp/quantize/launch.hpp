@@ -15,7 +15,7 @@ cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStrea
   if (tasks == 0) return cudaSuccess;
   void* parameters[] = {const_cast<RowsArgs*>(&args)};
   auto const run = [&]<bool kSmooth, bool kRotate>() {
-    using Shape = RowsShape<kDim, kRotate>;
+    using Shape = RowsShape<kDim, kRotate, kSmooth>;
     int const grid = min_of(tasks, Shape::kCtas * num_sms);
     return launch<quantize_rows_kernel<Element, kDim, kSmooth, kRotate>>(grid, Shape::kThreads, parameters,
                                                                          Shape::kSmemBytes, device, stream, start);

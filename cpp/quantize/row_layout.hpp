@@ -13,7 +13,7 @@ namespace flashhopper {
 // the scarcest instruction here. Where the matrix is as wide as the row, lanes begin with neighbouring chunks
 // (loaded_group) and exchange half of what they hold, one shuffle for two results; else every element is shuffled. A
 // warp has its rows for itself, and no barrier but that of the block's largest magnitude.
-template <int kDim, bool kRotate>
+template <int kDim, bool kRotate, bool kSmooth = false>
 struct RowsShape {
   static constexpr int kHeadDim = kDim;
   static constexpr int kLanes = kDim >= 192 ? 4 : 2;
@@ -23,7 +23,9 @@ struct RowsShape {
   static constexpr int kRowsPerPass = 32 / kLanes;                 // of a warp
   static constexpr int kRows = kScaleBlock / (kThreads / kLanes);  // of a thread
   static constexpr int kSlots = kRows * kElements / 8;
-  static constexpr int kCtas = kDim >= 192 ? 1 : kDim == 64 ? 3 : 2;  // at once on a multiprocessor
+  // At once on a multiprocessor: as many as registers and shared memory allow.
+  static constexpr bool kIsHeavy = kRotate && kSmooth, kIsLight = !kRotate && !kSmooth;
+  static constexpr int kCtas = kDim >= 192 ? 1 : kDim == 64 ? (kIsHeavy ? 3 : 4) : kDim == 96 && kIsLight ? 3 : 2;
   static constexpr int kSmemBytes = kSlots * kThreads * 16;
   static constexpr int kWarpRows = kScaleBlock / (kThreads / 32);
   // One copy of a warp: kCopyRows rows of kCopyVectors vectors each, so that places differ by constants alone.

@@ -214,9 +214,9 @@ FLASHHOPPER_DEVICE void quantize_block(RowsArgs const& args, RowsTask const& at,
 }
 
 template <class Element, int kDim, bool kSmooth, bool kRotate>
-__global__ void __launch_bounds__(RowsShape<kDim, kRotate>::kThreads, RowsShape<kDim, kRotate>::kCtas)
+__global__ void __launch_bounds__(RowsShape<kDim, kRotate, kSmooth>::kThreads, RowsShape<kDim, kRotate, kSmooth>::kCtas)
     quantize_rows_kernel(__grid_constant__ RowsArgs const args) {
-  using Shape = RowsShape<kDim, kRotate>;
+  using Shape = RowsShape<kDim, kRotate, kSmooth>;
   extern __shared__ uint4 slots[];
   __shared__ __align__(16) RowsStorage<Shape, kSmooth> storage;
   __shared__ RowsTask tasks[2][Shape::kThreads / 32];  // of each warp: the block's and the next one's

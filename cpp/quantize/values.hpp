@@ -15,7 +15,7 @@ struct ValuesShape {
   static constexpr int kItems = 2;  // of a thread
   static constexpr int kThreads = kScaleBlock / 4 * kVectors / kItems;
   static constexpr int kSlots = 4 * kItems;
-  static constexpr int kCtas = kDim == 64 ? 6 : kDim == 96 ? 4 : kDim == 128 ? 3 : 2;
+  static constexpr int kCtas = kDim == 64 ? 8 : kDim == 96 ? 5 : kDim == 128 ? 4 : 2;
   static constexpr int kSlotBytes = kSlots * kThreads * 16;
   static constexpr int kSmemBytes = kSlotBytes + kDim * kScaleBlock;
 };

@@ -6,6 +6,8 @@
 
 #include <cstdint>
 
+#include "core/divisor.hpp"
+#include "core/launch.hpp"
 #include "core/seqlen.hpp"
 #include "core/value_layout.hpp"
 
@@ -17,9 +19,10 @@ namespace flashhopper {
 struct RowBlocks {
   PackedRows packed;  // cu_seqlens null: a dense batch
   int batch, heads;
-  int rows;      // of one head: dense, of one sequence; packed, of the tensor
-  int per_head;  // blocks of these rows; packed: most_packed_blocks()
-  int tasks;     // blocks of all heads
+  int rows;                       // of one head: dense, of one sequence; packed, of the tensor
+  int per_head;                   // blocks of these rows; packed: most_packed_blocks()
+  int tasks;                      // blocks of all heads
+  Divisor by_heads, by_per_head;  // divide by heads and per_head: a warp does it for every block
 
   FLASHHOPPER_HOST_DEVICE bool is_packed() const { return packed.cu_seqlens != nullptr; }
 };
@@ -45,7 +48,8 @@ struct RowsOperand {
   float* shift;       // Q alone: (batch, heads, seqlen) row . mean, or null
   int subtract;       // K: the mean is taken from the rows. Q: it is only multiplied with them
   int mean_heads;
-  int per_row;  // a scale for each row, not for each block
+  Divisor by_group;  // divides by heads / mean_heads
+  int per_row;       // a scale for each row, not for each block
 };
 
 struct RowsArgs {
@@ -88,11 +92,11 @@ struct MeansArgs {
 };
 
 // Launches of one element type and computed head dimension; src/quantize_instance.cu.in defines them.
-using LaunchRows = cudaError_t (*)(RowsArgs const& args, int num_sms, int device, cudaStream_t stream);
-using LaunchValues = cudaError_t (*)(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream);
+using LaunchRows = cudaError_t (*)(RowsArgs const& args, int num_sms, int device, cudaStream_t stream, Start start);
+using LaunchValues = cudaError_t (*)(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream, Start start);
 using LaunchSums = cudaError_t (*)(MeansArgs const& args, int device, cudaStream_t stream);
 
-cudaError_t launch_column_means(MeansArgs const& args, int device, cudaStream_t stream);
+cudaError_t launch_column_means(MeansArgs const& args, int device, cudaStream_t stream, Start start);
 cudaError_t launch_transpose_values(ValuesArgs const& args, int columns, int device, cudaStream_t stream);
 
 }  // namespace flashhopper

@@ -2,6 +2,7 @@
 // src/quantize_common.cu, the one file that includes this.
 #pragma once
 
+#include "core/barriers.hpp"
 #include "quantize/io.hpp"
 
 namespace flashhopper {
@@ -11,6 +12,8 @@ inline constexpr int kMeanThreads = 1024;
 // One CTA a head.
 __global__ void __launch_bounds__(kMeanThreads) column_means_kernel(__grid_constant__ MeansArgs const args) {
   __shared__ float parts[kMeanThreads];
+  allow_next();
+  await_previous();  // the sums
   int const index = static_cast<int>(blockIdx.x);
   bool const is_v = index >= args.operands[0].batch_heads;
   MeansOperand const& operand = args.operands[is_v];
@@ -19,7 +22,7 @@ __global__ void __launch_bounds__(kMeanThreads) column_means_kernel(__grid_const
   QuantizeTask const at = first_task_of(operand.chunks, sequence, batch_head - sequence * operand.chunks.heads);
   int const chunks = chunks_of(at.seqlen, operand.most_chunks).count;
   int const groups = kMeanThreads / operand.columns;
-  int const thread = static_cast<int>(threadIdx.x), group = thread / operand.columns, column = thread % operand.columns;
+  int const thread = thread_index(), group = thread / operand.columns, column = thread % operand.columns;
   float sum = 0.f;
   if (group < groups) {
     float const* const from = operand.sums + at.block_place(operand.chunks) * operand.columns + column;

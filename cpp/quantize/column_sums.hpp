@@ -3,6 +3,7 @@
 // element type. Before it: launch.hpp; after it: column_means.hpp.
 #pragma once
 
+#include "core/barriers.hpp"
 #include "quantize/io.hpp"
 
 namespace flashhopper {
@@ -23,6 +24,7 @@ FLASHHOPPER_DEVICE uint4 load_vector(Element const* from, bool is_aligned) {
 template <class Element>
 __global__ void __launch_bounds__(kSumThreads) column_sums_kernel(__grid_constant__ MeansArgs const args) {
   __shared__ float sums[kSumThreads * 8];
+  allow_next();
   int const k_chunks = args.operands[0].chunks.tasks;
   bool const is_v = static_cast<int>(blockIdx.x) >= k_chunks;
   MeansOperand const& operand = args.operands[is_v];
@@ -30,21 +32,26 @@ __global__ void __launch_bounds__(kSumThreads) column_sums_kernel(__grid_constan
   Chunks const chunks = chunks_of(at.seqlen, operand.most_chunks);
   if (at.block < 0 || at.block >= chunks.count) return;
   int const vectors = operand.columns / 8, groups = kSumThreads / vectors;
-  int const thread = static_cast<int>(threadIdx.x), group = thread / vectors, column = thread % vectors * 8;
+  int const thread = thread_index(), group = thread / vectors, column = thread % vectors * 8;
   int const begin = at.block * chunks.rows, end = min_of(begin + chunks.rows, at.seqlen);
   float sum[8] = {};
   if (group < groups && column < operand.source.head_dim) {
     Element const* const base = source_row<Element>(operand.source, at, 0) + column;
     constexpr int kInFlight = 8;
+    int64_t const step = groups * operand.source.row_stride;
+    Element const* from = base + int64_t{begin + group} * operand.source.row_stride;
     for (int row = begin + group; row < end; row += kInFlight * groups) {
       uint4 raw[kInFlight];
+      bool const is_whole = row + (kInFlight - 1) * groups < end && operand.source.vectors;
       FLASHHOPPER_UNROLL
       for (int i = 0; i < kInFlight; ++i) {
-        int const position = row + i * groups;
         raw[i] = uint4{0, 0, 0, 0};
-        if (position < end) {
-          raw[i] = load_vector(base + position * operand.source.row_stride, operand.source.vectors != 0);
+        if (is_whole) {
+          raw[i] = *reinterpret_cast<uint4 const*>(from);
+        } else if (row + i * groups < end) {
+          raw[i] = load_vector(from, operand.source.vectors != 0);
         }
+        from += step;
       }
       FLASHHOPPER_UNROLL
       for (int i = 0; i < kInFlight; ++i) {

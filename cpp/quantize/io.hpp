@@ -7,6 +7,13 @@
 
 namespace flashhopper {
 
+// Known to be positive, so that divisions by powers of two are shifts.
+FLASHHOPPER_DEVICE int thread_index() {
+  int const thread = static_cast<int>(threadIdx.x);
+  __builtin_assume(thread >= 0);
+  return thread;
+}
+
 // A block of rows of one head. Tasks are in the order of memory: heads inner, blocks, sequences outer.
 struct QuantizeTask {
   int task;  // its number
@@ -44,17 +51,17 @@ FLASHHOPPER_DEVICE QuantizeTask first_task_of(RowBlocks const& blocks, int seque
 
 // The sequence that a place among the blocks of a packed batch belongs to. All lanes of a warp ask the same.
 FLASHHOPPER_DEVICE int sequence_of_block(RowBlocks const& blocks, int place) {
-  int const lane = static_cast<int>(threadIdx.x) % 32;
+  int const lane = thread_index() % 32;
   auto const count = [&](auto const& is) { return __popc(__ballot_sync(0xffffffffu, is(lane))); };
   return sequence_of_chunk(blocks.packed, blocks.batch, place, kScaleBlock, count);
 }
 
 // Task `task`. Of a packed batch there are more than blocks: some have no rows.
 FLASHHOPPER_DEVICE QuantizeTask task_at(RowBlocks const& blocks, int task) {
-  int const place = task / blocks.heads;
+  int const place = blocks.by_heads.quotient(task), head = blocks.by_heads.remainder(task, place);
   bool const is_packed = blocks.is_packed();
-  int const sequence = is_packed ? sequence_of_block(blocks, place) : place / blocks.per_head;
-  QuantizeTask found = first_task_of(blocks, sequence, task - place * blocks.heads);
+  int const sequence = is_packed ? sequence_of_block(blocks, place) : blocks.by_per_head.quotient(place);
+  QuantizeTask found = first_task_of(blocks, sequence, head);
   found.block = is_packed ? place - found.first_block : place - sequence * blocks.per_head;
   found.task = task;
   return found;
@@ -78,6 +85,12 @@ FLASHHOPPER_DEVICE void fetch_aligned(uint4* slot, void const* from, bool exists
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
+// The same without a condition: the address is always used.
+FLASHHOPPER_DEVICE void fetch_vector(uint4* slot, void const* from) {
+  uint32_t const to = static_cast<uint32_t>(__cvta_generic_to_shared(slot));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 FLASHHOPPER_DEVICE void fetch_unaligned(uint4* slot, void const* from, bool exists) {
   auto* const to = reinterpret_cast<uint16_t*>(slot);
 #pragma unroll 1
@@ -93,6 +106,28 @@ FLASHHOPPER_DEVICE void unpack_vector(uint4 const& bits, float* values) {
     values[2 * i] = pair.x;
     values[2 * i + 1] = pair.y;
   }
+}
+
+// The larger, or smaller, of two packed pairs, each for itself; of a number and a NaN the number, as fmaxf.
+template <class Element>
+FLASHHOPPER_DEVICE uint32_t max_of_pairs(uint32_t a, uint32_t b) {
+  uint32_t found;
+  if constexpr (std::is_same_v<Element, element::bf16>) {
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  } else {
+    asm("max.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  }
+  return found;
+}
+template <class Element>
+FLASHHOPPER_DEVICE uint32_t min_of_pairs(uint32_t a, uint32_t b) {
+  uint32_t found;
+  if constexpr (std::is_same_v<Element, element::bf16>) {
+    asm("min.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  } else {
+    asm("min.f16x2 %0, %1, %2;" : "=r"(found) : "r"(a), "r"(b));
+  }
+  return found;
 }
 
 FLASHHOPPER_DEVICE void load_floats(float4 const* from, float* values, int count) {

@@ -10,15 +10,15 @@
 namespace flashhopper {
 
 template <class Element, int kDim>
-cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStream_t stream) {
-  using Shape = RowsShape<kDim>;
+cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStream_t stream, Start start) {
   int const tasks = args.operands[0].blocks.tasks + args.operands[1].blocks.tasks;
   if (tasks == 0) return cudaSuccess;
-  int const grid = min_of(tasks, Shape::kCtas * num_sms);
   void* parameters[] = {const_cast<RowsArgs*>(&args)};
   auto const run = [&]<bool kSmooth, bool kRotate>() {
+    using Shape = RowsShape<kDim, kRotate, kSmooth>;
+    int const grid = min_of(tasks, Shape::kCtas * num_sms);
     return launch<quantize_rows_kernel<Element, kDim, kSmooth, kRotate>>(grid, Shape::kThreads, parameters,
-                                                                         Shape::kSmemBytes, device, stream);
+                                                                         Shape::kSmemBytes, device, stream, start);
   };
   if (args.operands[0].mean != nullptr) {
     return args.signs != nullptr ? run.template operator()<true, true>() : run.template operator()<true, false>();
@@ -27,14 +27,14 @@ cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStrea
 }
 
 template <class Element, int kDim>
-cudaError_t launch_values(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream) {
+cudaError_t launch_values(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream, Start start) {
   using Shape = ValuesShape<kDim>;
   if (args.blocks.tasks == 0) return cudaSuccess;
   int const grid = min_of(args.blocks.tasks, Shape::kCtas * num_sms);
   void* parameters[] = {const_cast<ValuesArgs*>(&args)};
   auto const run = [&]<bool kCenter>() {
     return launch<quantize_values_kernel<Element, kDim, kCenter>>(grid, Shape::kThreads, parameters, Shape::kSmemBytes,
-                                                                  device, stream);
+                                                                  device, stream, start);
   };
   return args.mean != nullptr ? run.template operator()<true>() : run.template operator()<false>();
 }

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
   extern __shared__ uint4 smem[];
   auto* const tile = reinterpret_cast<uint32_t*>(smem);  // see value_tile_word
   QuantizeTask const at = task_at(args.blocks, static_cast<int>(blockIdx.x));
-  int const thread = static_cast<int>(threadIdx.x), quads = columns / 4;
+  int const thread = thread_index(), quads = columns / 4;
   constexpr int kInFlight = 4;
   for (int first = thread; first < quads * (kScaleBlock / 4); first += kInFlight * kTransposeThreads) {
     uint32_t raw[kInFlight][4];

@@ -287,6 +287,36 @@ def test_reruns_are_bit_equal_on_any_stream() -> None:
             same(name, a, b)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_calls_in_turns(recipe: str) -> None:
+    """Kernels of a call overlap: what follows on the stream sees them all done, and so does the next call."""
+    case = replace(Case(2, 1000, 3000, 8, 4), **RECIPES[recipe])
+    inputs = [draw(case, seed) for seed in range(2)]
+    expected = [run(case, *x) for x in inputs]
+    torch.cuda.synchronize()
+    kept = []
+    for turn in range(24):
+        found = run(case, *inputs[turn % 2])  # in the memory that the call before last had
+        kept.append([None if x is None else x.clone() for x in found])
+        del found
+    for turn, copies in enumerate(kept):
+        for name, a, b in zip(Quantized._fields, expected[turn % 2], copies, strict=True):
+            if a is not None and b is not None:
+                same(name, a, b)
+    judged.count += 1
+
+
+def test_queries_do_not_see_keys_that_are_not_finite() -> None:
+    case = replace(Case(), **RECIPES["accurate"])
+    q, k, v = draw(case)
+    clean = run(case, q, k, v)
+    k[1, 130, 0, 3] = math.nan
+    found = run(case, q, k, v)
+    same("q", found.q, clean.q)
+    same("q_scale", found.q_scale, clean.q_scale)
+    judged.count += 1
+
+
 def test_graph() -> None:
     case = replace(Case(), **RECIPES["e4m3"])
     inputs = draw(case)

@@ -86,13 +86,20 @@ def parse_sanitizer(output: str) -> str:
     if race:
         errors, warnings = int(race.group(2)), int(race.group(3))
         note = f" ({warnings} warnings)" if warnings else ""
-        return (f"{errors} errors" if errors else "clean") + note
+        return (f"{errors} errors{race_sites(output)}" if errors else "clean") + note
     summary = re.findall(r"ERROR SUMMARY: (\d+) errors?", output)
     if summary:
         errors = max(int(number) for number in summary)
         return f"{errors} errors" if errors else "clean"
     lines = [line for line in output.strip().splitlines() if line.strip()] or ["no output"]
     return f"not run: {lines[-1][:200]}"
+
+
+def race_sites(output: str) -> str:
+    """Which writes racecheck reports and how often, by source line; one that is not known yet would show."""
+    sites = re.findall(r"Error: Race reported between (?:Write|Read) access at .* in (\S+:\d+)", output)
+    counts = [f"{sites.count(site)} at {site}" for site in sorted(set(sites))]
+    return f" ({', '.join(counts)})" if counts else ""
 
 
 def sanitizer(rounds: int) -> dict[str, str]:

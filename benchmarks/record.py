@@ -137,7 +137,7 @@ def measure(path: Path, only: str, rounds: int, given: Given) -> int:
     failed = 0
     for part in runnable(select(only), only, torch.cuda.device_count(), given):
         begin = time.monotonic()
-        entry: dict[str, Any] = {"digest": here, "commit": digest.commit()}
+        entry: dict[str, Any] = {"digest": here, "commit": digest.commit(), "rounds": rounds}
         entry["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         print(f"== {part}", flush=True)
         try:

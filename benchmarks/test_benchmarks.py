@@ -175,6 +175,8 @@ def test_sanitizer_verdicts() -> None:
     race = "========= RACECHECK SUMMARY: {} hazards displayed ({} errors, {} warnings)"
     assert parts.parse_sanitizer(race.format(0, 0, 0)) == "clean"
     assert parts.parse_sanitizer(race.format(2, 1, 1)) == "1 errors (1 warnings)"
+    report = "========= Error: Race reported between Write access at f(int, a::b<(int)0>)+0x79 in tma.hpp:55\n"
+    assert parts.parse_sanitizer(2 * report + race.format(2, 2, 0)) == "2 errors (2 at tma.hpp:55)"
     assert parts.parse_sanitizer("Device not supported").startswith("not run: Device")
 
 

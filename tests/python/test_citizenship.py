@@ -184,6 +184,20 @@ def test_vmap_is_refused(requires_grad: bool) -> None:
         torch.vmap(lambda *x: fh.flash_attn_varlen_func(*x, *rest))(q[None], k[None], v[None])
 
 
+def test_only_inputs_outputs_and_lse_are_saved() -> None:
+    """Memory between forward and backward is linear in tokens: no probabilities."""
+    q, k, v = dense(requires_grad=True)
+    saved: list[torch.Tensor] = []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out, lse = fh.flash_attn_func(q, k, v, causal=True, return_lse=True)
+    assert sorted(x.numel() for x in saved) == sorted(x.numel() for x in (q, k, v, out, lse))
+
+
 def test_second_derivatives_are_refused() -> None:
     q, k, v = dense(requires_grad=True)
     (tq, tk, tv), rest = packed(requires_grad=True)

@@ -92,7 +92,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
         // unit and the unit.
         float rescale[kRowsPerThread], change = 1.f, unit = 1.f;
         FLASHHOPPER_UNROLL
-        for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->position(tile, r));
+        for (int r = 0; r < kRowsPerThread; ++r) {
+          q_factor[r] = storage.rows[warpgroup][at_q.slot].query[this->thread_row + 8 * r];
+        }
         FLASHHOPPER_UNROLL
         for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
 
@@ -152,7 +154,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
         };
         auto nothing = [] {};
 
-        int const done = slot;
+        int const done = slot, done_q = at_q.slot;
         if constexpr (kOverlaps) {
           finish_scores(Int<0>{}, nothing, nothing);
           for (--n; n >= blocks.begin; --n) {
@@ -164,9 +166,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
             finish_scores(Int<1>{}, [] { warpgroup_wait<0>(); }, finish_pv);
           }
-          this->release_queries();
           storage.v_full[at_v.slot].wait(at_v.phase);
           issue_pv(at_v.slot, Int<0>{});
+          at_q.advance();
           slot = this->next_tile_early(reader);
           start_tile();
           warpgroup_wait<1>();
@@ -182,7 +184,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
           }
           this->pass_turn();
-          this->release_queries();
+          at_q.advance();
           slot = -1;
         }
 
@@ -190,8 +192,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
         softmax.finish(normalise, lse);
         FLASHHOPPER_UNROLL
         for (int r = 0; r < kRowsPerThread; ++r) normalise[r] *= unit;
-        finish_rows(tile, outputs, normalise, lse);
+        finish_rows(tile, storage.rows[warpgroup][done_q], outputs, normalise, lse);
         reader.hand_back(done, lane == 0);
+        if (lane == 0) storage.q_empty[warpgroup][done_q].arrive();
       } while (slot >= 0);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
@@ -201,13 +204,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
  private:
-  // What turns a raw score of this row into base 2, apart from the key block's scale.
-  FLASHHOPPER_DEVICE float query_factor(SequenceTile const& tile, int row) const {
-    row = min_of(row, tile.rows.q.seqlen - 1);
-    float const* const scale = args.q_scale + tile.batch * args.q_scale_batch + tile.head * args.q_scale_head;
-    return scale[tile.rows.q.begin / args.q_block + row / args.q_block] * args.softmax_scale_log2;
-  }
-
   // A factor of 0 would turn scores that the mask made -inf into NaN; NaN stays as it is.
   FLASHHOPPER_DEVICE static float nonzero(float factor) { return factor == 0.f ? 0x1p-126f : factor; }
 
@@ -237,34 +233,26 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
   // Normalises, adds the means that were taken from K and V, and stores.
-  FLASHHOPPER_DEVICE void finish_rows(SequenceTile const& tile, float (&outputs)[kOutputs],
-                                      float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
+  FLASHHOPPER_DEVICE void finish_rows(SequenceTile const& tile, RowFactors<Traits::kHeadDimV> const& factors,
+                                      float (&outputs)[kOutputs], float const (&normalise)[kRowsPerThread],
+                                      float (&lse)[kRowsPerThread]) const {
     ThreadRows const rows = this->rows_of(tile);
-    if (args.lse_shift != nullptr) {
-      float const* const shift =
-          args.lse_shift + tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
-      FLASHHOPPER_UNROLL
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        int const row = min_of(rows.position[r], tile.rows.q.seqlen - 1);
-        lse[r] += args.softmax_scale * shift[row];
-      }
-    }
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) lse[r] += args.softmax_scale * factors.lse_shift[this->thread_row + 8 * r];
     store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
     FLASHHOPPER_UNROLL
-    for (int e = 0; e < kOutputs; ++e) outputs[e] *= normalise[accumulator_row(e)];
-    if (args.v_mean != nullptr) {
-      float const* const mean = args.v_mean + kv_head_of(args, tile) * args.v_mean_columns + this->thread_column;
+    for (int e = 0; e < kOutputs; e += 4) {
+      float2 const mean =
+          *reinterpret_cast<float2 const*>(factors.v_mean + this->thread_column + accumulator_column(e));
       FLASHHOPPER_UNROLL
-      for (int e = 0; e < kOutputs; e += 4) {
-        if (accumulator_column(e) >= args.v_mean_columns) continue;  // V may be stored narrower than it is computed
-        float2 const two = *reinterpret_cast<float2 const*>(mean + accumulator_column(e));
-        FLASHHOPPER_UNROLL
-        for (int r = 0; r < kRowsPerThread; ++r) {
-          bool const sees = normalise[r] != 0.f;
-          outputs[e + 2 * r] += sees ? two.x : 0.f;
-          outputs[e + 2 * r + 1] += sees ? two.y : 0.f;
-        }
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        outputs[e + 2 * r] = outputs[e + 2 * r] * normalise[r] + mean.x;
+        outputs[e + 2 * r + 1] = outputs[e + 2 * r + 1] * normalise[r] + mean.y;
       }
+    }
+    if (normalise[0] == 0.f || normalise[1] == 0.f) {  // a row that sees no key gets no mean
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kOutputs; ++e) outputs[e] = normalise[accumulator_row(e)] == 0.f ? 0.f : outputs[e];
     }
     if (args.out_is_bf16) {
       store_output<element::bf16>(args, tile, outputs, rows, lane);

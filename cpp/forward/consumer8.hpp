@@ -168,11 +168,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
           }
           storage.v_full[at_v.slot].wait(at_v.phase);
           issue_pv(at_v.slot, Int<0>{});
-          at_q.advance();
-          slot = this->next_tile_early(reader);
-          start_tile();
-          warpgroup_wait<1>();
-          finish_pv();
         } else {
           while (true) {
             finish_scores(Int<0>{}, await_values, nothing);
@@ -184,8 +179,15 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
           }
           this->pass_turn();
-          at_q.advance();
-          slot = -1;
+        }
+        // The next queries are there, and their first scores keep the tensor cores busy while this tile's output
+        // leaves.
+        at_q.advance();
+        slot = this->next_tile_early(reader);
+        start_tile();
+        if constexpr (kOverlaps) {
+          warpgroup_wait<1>();
+          finish_pv();
         }
 
         float normalise[kRowsPerThread], lse[kRowsPerThread];

@@ -14,7 +14,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
   using Base = ForwardConsumer<Traits>;
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
-  static constexpr int kPart = Traits::kPartColumns / 2;  // floats of a part of P V in one thread
+  static constexpr int kPart = Traits::kPartColumns / 2;       // floats of a part of P V in one thread
+  static constexpr int kBuffers = Traits::kParts > 1 ? 2 : 1;  // a part is multiplied while the one before is added
   static constexpr bool kOverlaps = Traits::kConfig.overlap;
   // What an integer score starts from, and the same bits as a float.
   static constexpr uint32_t kZeroBits = 0x4B400000u;
@@ -29,7 +30,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);  // (MMA, 1, D/32, stages)
 
     float scores[kScores];
-    float part[kPart + Traits::kSumColumns / 2];
+    float parts[kBuffers][kPart + Traits::kSumColumns / 2];
     float outputs[kOutputs];
     uint32_t probabilities[kScores / 4];
     Tensor tSrS = make_tensor(make_rmem_ptr(reinterpret_cast<typename Traits::Score*>(scores)),
@@ -63,12 +64,14 @@ struct Consumer8 : ForwardConsumer<Traits> {
       Tensor sVt = make_tensor(make_smem_ptr(storage.v[slot] + p * Traits::kPartColumns * Traits::kTileN),
                                typename Traits::template LayoutVtPart<kColumns>{});
       Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt(_, _, 0));  // (MMA, 1, N/32)
-      Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<kColumns>>{}));
+      Tensor tOrO =
+          make_tensor(make_rmem_ptr(parts[p % kBuffers]), partition_shape_C(mma_pv, Shape<_64, Int<kColumns>>{}));
       issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV, tOrO);
     };
     // O of part p = rescale * O + the product just finished.
     auto add_part = [&](auto p, float const(&rescale)[kRowsPerThread], float change) {
       float const factor[kRowsPerThread] = {rescale[0] * change, rescale[1] * change};
+      auto& part = parts[p % kBuffers];
       FLASHHOPPER_UNROLL
       for (int e = 0; e < Traits::columns_of_part(p) / 2; ++e) warpgroup_fence_operand(part[e]);
       FLASHHOPPER_UNROLL
@@ -126,7 +129,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
         };
         auto add_sums = [&] {
           FLASHHOPPER_UNROLL
-          for (int r = 0; r < kRowsPerThread; ++r) softmax.add_sum(part[kPart + 2 * r], r, rescale[r]);
+          for (int r = 0; r < kRowsPerThread; ++r) {
+            softmax.add_sum(parts[(Traits::kParts - 1) % kBuffers][kPart + 2 * r], r, rescale[r]);
+          }
         };
         auto finish_pv = [&] {
           add_part(Int<0>{}, rescale, change);
@@ -138,15 +143,15 @@ struct Consumer8 : ForwardConsumer<Traits> {
           auto const at = at_k.before();
           storage.v_full[at.slot].wait(at.phase);
         };
-        // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
+        // The product with V in parts, each added while the next is multiplied. K was released a block ahead, which
+        // tells where V stands.
         auto multiply_values = [&] {
           auto at = at_k.before();
+          issue_pv(at.slot, Int<0>{});
           for_each(make_seq<Traits::kParts>{}, [&](auto p) {
-            // Once, in await_values, would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas
-            // puts off the additions of a part until the next is under way, and runs out of registers.
-            if constexpr (p > 0) storage.v_full[at.slot].wait(at.phase);
-            issue_pv(at.slot, p);
-            warpgroup_wait<0>();
+            constexpr int kNext = p + 1;
+            if constexpr (kNext < Traits::kParts) issue_pv(at.slot, Int<kNext>{});
+            warpgroup_wait<(kNext < Traits::kParts)>();
             add_part(p, rescale, change);
           });
           add_sums();

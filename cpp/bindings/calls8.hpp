@@ -31,13 +31,7 @@ inline void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 
   params.k_mean = (flags & kSmoothK) != 0 ? floats(7) : nullptr;
   params.v_mean = (flags & kCenterV) != 0 ? floats(8) : nullptr;
   params.signs = (flags & kRotate) != 0 ? reinterpret_cast<float const*>(signs) : nullptr;
-  params.batch = sizes[0];
-  params.heads = sizes[1];
-  params.kv_heads = sizes[2];
-  params.seqlen_q = sizes[3];
-  params.seqlen_k = sizes[4];
-  params.head_dim = sizes[5];
-  params.head_dim_v = sizes[6];
+  set_sizes(params, sizes);
   params.columns = columns[0];
   params.columns_v = columns[1];
   params.q_block = q_block;

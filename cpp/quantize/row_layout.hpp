@@ -13,8 +13,15 @@ namespace flashhopper {
 // the scarcest instruction here. Where the matrix is as wide as the row, lanes begin with neighbouring chunks
 // (loaded_group) and exchange half of what they hold, one shuffle for two results; else every element is shuffled. A
 // warp has its rows for itself, and no barrier but that of the block's largest magnitude.
-template <int kDim, bool kRotate, bool kSmooth = false>
+enum class Rotation {
+  kNone,
+  kQuads,  // four columns at a time, all of one thread
+  kWide,   // as many as the head dimension allows
+};
+
+template <int kDim, Rotation kRotation, bool kSmooth = false>
 struct RowsShape {
+  static constexpr bool kIsWide = kRotation == Rotation::kWide;
   static constexpr int kHeadDim = kDim;
   static constexpr int kLanes = kDim >= 192 ? 4 : 2;
   static constexpr int kChunks = kDim / (16 * kLanes);
@@ -24,7 +31,8 @@ struct RowsShape {
   static constexpr int kRows = kScaleBlock / (kThreads / kLanes);  // of a thread
   static constexpr int kSlots = kRows * kElements / 8;
   // At once on a multiprocessor: as many as registers and shared memory allow.
-  static constexpr bool kIsHeavy = kRotate && kSmooth, kIsLight = !kRotate && !kSmooth;
+  static constexpr bool kIsHeavy = kRotation != Rotation::kNone && kSmooth;
+  static constexpr bool kIsLight = kRotation == Rotation::kNone && !kSmooth;
   static constexpr int kCtas = kDim >= 192 ? 1 : kDim == 64 ? (kIsHeavy ? 3 : 4) : kDim == 96 && kIsLight ? 3 : 2;
   static constexpr int kSmemBytes = kSlots * kThreads * 16;
   static constexpr int kWarpRows = kScaleBlock / (kThreads / 32);
@@ -32,14 +40,16 @@ struct RowsShape {
   static constexpr int kCopyVectors = kDim == 96 ? 4 : 8;
   static constexpr int kCopyRows = 32 / kCopyVectors;
   static_assert(kWarpRows % kCopyRows == 0 && kDim / 8 % kCopyVectors == 0);
-  static constexpr int kHadamard = hadamard_block(kDim);
-  static constexpr bool kExchange = kRotate && kHadamard == kDim;
-  static constexpr float kNorm = !kRotate           ? 1.f
-                                 : kHadamard == 32  ? 0.17677669529663687f  // kHadamard ** -0.5
+  static constexpr int kHadamard = kIsWide ? hadamard_block(kDim) : kRotation == Rotation::kQuads ? 4 : 1;
+  static constexpr bool kExchange = kIsWide && kHadamard == kDim;
+  static constexpr float kNorm = kHadamard == 1     ? 1.f  // kHadamard ** -0.5
+                                 : kHadamard == 4   ? 0.5f
+                                 : kHadamard == 32  ? 0.17677669529663687f
                                  : kHadamard == 64  ? 0.125f
                                  : kHadamard == 128 ? 0.08838834764831845f
                                                     : 0.0625f;
-  static_assert(kRows * kRowsPerPass * (kThreads / 32) == kScaleBlock && kHadamard % (16 * kLanes) == 0);
+  static_assert(kRows * kRowsPerPass * (kThreads / 32) == kScaleBlock);
+  static_assert(!kIsWide || kHadamard % (16 * kLanes) == 0);
 
   // Which 16 columns chunk i of a lane is when it is loaded, and when it is stored.
   FLASHHOPPER_HOST_DEVICE static constexpr int loaded_group(int lane, int i) {

@@ -33,7 +33,7 @@ def test_float64(dims: tuple[int, int], lengths: tuple[int, int], causal: bool) 
 @DIMS
 @pytest.mark.parametrize("margin", [0, 1, -2, -3])
 def test_bits_do_not_depend_on_clusters(dims: tuple[int, int], causal: bool, margin: int) -> None:
-    """One multiprocessor has no cluster, more have. margin < 0 leaves so many multiprocessors. Rows without keys too."""
+    """One multiprocessor has no cluster, more have; with rows without keys too. margin < 0: so many are left."""
     margin = margin % _multiprocessors()
     for seqlen_q, seqlen_k, kv_heads in ((2100, 3600, 2), (4000, 3700, 6)):
         q, k, v = draw(seqlen_q, 2, seqlen_q, seqlen_k, 6, kv_heads, *dims)

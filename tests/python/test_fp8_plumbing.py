@@ -187,7 +187,7 @@ def test_packed_sequences_run_both_kernels(module: Fp8Module, q_block: int) -> N
     offsets = (cu_q.data_ptr(), cu_k.data_ptr(), 0, used.data_ptr())
     sizes = (3, 4, 2, 5, 140, 40, 40)
     assert quantised_as[0] == (*sizes, -1, -1)
-    assert quantised_as[-4:] == [q_block, (*offsets, 0), (9, 150), 55]
+    assert quantised_as[-4:] == [(q_block, 0), (*offsets, 0), (9, 150), 55]
     ((tensors, view, lse_address, _, problem, columns, keys, blocks, *numbers, where, totals, stream),) = (
         module.attended
     )

@@ -14,6 +14,7 @@ QK_FORMATS = ("int8", "e4m3")
 # Layers with hot channels lose more or less as the signs fall: of seeds 0 to 7 this one has the least error in the
 # worst layer of the model that docs/numerics.md measures.
 DEFAULT_SEED = 2
+E4M3_SEED = 7  # the same, of e4m3(), whose rotation is another
 TILE_KEYS = 128  # keys of one step of the attention kernel; block scales of K and V change between steps only
 
 
@@ -105,7 +106,7 @@ class Fp8Recipe:
         """e4m3 throughout: a scale a row of queries, keys smoothed, values centred, rotation of four columns at a time:
         wide rotation spreads the hot channels of real keys over all.
         """
-        return cls(qk_format="e4m3", rotate_block=QUAD)
+        return cls(qk_format="e4m3", rotate_block=QUAD, seed=E4M3_SEED)
 
     @classmethod
     def paper(cls) -> Fp8Recipe:

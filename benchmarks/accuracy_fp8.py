@@ -21,8 +21,9 @@ from benchmarks.peers_fp8 import E4M3, PROBABILITY_SCALE, first, quantize_per_he
 from benchmarks.timing import describe
 
 HEAD_DIMS = (64, 128, 256)
-# (keys, queries, heads). A few rows with sharp weights carry the error of `peaky`: few queries want many heads.
-SIZES = ((2048, 2048, 2), (16384, 16384, 2), (131072, 128, 16))
+# (keys, queries, heads). A few rows with sharp weights carry the errors of `peaky` and `outlier`: with two heads ratios
+# vary by a tenth from draw to draw.
+SIZES = ((2048, 2048, 8), (16384, 16384, 4), (131072, 128, 16))
 PAPER = {"batch": 2, "seqlen_q": 2048, "heads": 8, "head_dim": 128}  # the FlashAttention-3 paper's Table 3: no mask
 PAPER_DRAWS = 3
 CHUNK_SCORES = 1 << 26  # float64 scores held at once: half a gigabyte

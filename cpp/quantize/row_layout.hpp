@@ -71,4 +71,16 @@ FLASHHOPPER_HOST_DEVICE constexpr int chunk_place(int first, int i, int b) {
   return (first ^ (offset & kXor)) + (offset & ~kXor);
 }
 
+// Where the float of a column (its sign, its mean) stands in shared memory. Lanes of a row read at once, columns a
+// power of two apart: four floats more after every 32 put them into different banks.
+FLASHHOPPER_HOST_DEVICE constexpr int column_place(int column) { return column + column / 32 * 4; }
+inline constexpr int column_places(int columns) { return columns + columns / 32 * 4; }
+
+// The same of a lane's chunk i; what differs between chunks is known when this compiles.
+template <class Shape>
+FLASHHOPPER_HOST_DEVICE constexpr int chunk_columns(int lane, int i) {
+  return column_place(Shape::loaded_group(lane, 0) * 16) +
+         column_place((Shape::loaded_group(0, i) - Shape::loaded_group(0, 0)) * 16);
+}
+
 }  // namespace flashhopper

@@ -80,7 +80,9 @@ FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uin
   if constexpr (kSmooth) {
     int const mean_head = operand.by_group.quotient(at.head);
     float const* const from = operand.mean + (int64_t{at.sequence} * operand.mean_heads + mean_head) * Shape::kHeadDim;
-    if (thread < Shape::kHeadDim / 4) fetch_aligned(reinterpret_cast<uint4*>(mean) + thread, from + thread * 4, true);
+    if (thread < Shape::kHeadDim / 4) {
+      fetch_aligned(reinterpret_cast<uint4*>(mean + column_place(thread * 4)), from + thread * 4, true);
+    }
   }
   commit_copies();
 }
@@ -97,7 +99,7 @@ FLASHHOPPER_DEVICE void apply_mean(RowsOperand const& operand, QuantizeTask cons
     FLASHHOPPER_UNROLL
     for (int e = 0; e < 16; e += 4) {
       float m[4];
-      load_floats(reinterpret_cast<float4 const*>(mean + Shape::loaded_group(lane, i) * 16 + e), m, 4);
+      load_floats(reinterpret_cast<float4 const*>(mean + chunk_columns<Shape>(lane, i) + e), m, 4);
       FLASHHOPPER_UNROLL
       for (int r = 0; r < Shape::kRows; ++r) {
         FLASHHOPPER_UNROLL
@@ -148,9 +150,9 @@ FLASHHOPPER_DEVICE void store_row(float const (&x)[Shape::kElements], float fact
 // The shared memory of the kernel that is not the slots.
 template <class Shape, bool kSmooth>
 struct RowsStorage {
-  float signs[Shape::kHeadDim];
-  float means[2][kSmooth ? Shape::kHeadDim : 4];  // two: one arrives while the other is read
-  float maxima[2][Shape::kThreads / 32];          // two, so that one barrier a block is enough
+  float signs[column_places(Shape::kHeadDim)];                   // see column_place
+  float means[2][kSmooth ? column_places(Shape::kHeadDim) : 4];  // two: one arrives while the other is read
+  float maxima[2][Shape::kThreads / 32];                         // two, so that one barrier a block is enough
 };
 
 // One block, from the thread's vectors to memory.
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotate, kSmooth>::kThreads, R
   __shared__ RowsTask tasks[2][Shape::kThreads / 32];  // of each warp: the block's and the next one's
   int const thread = thread_index(), warp = thread / 32, lane = thread % Shape::kLanes;
   if constexpr (kRotate) {
-    if (thread < kDim) storage.signs[thread] = prepared_sign(args.signs[thread], thread);
+    if (thread < kDim) storage.signs[column_place(thread)] = prepared_sign(args.signs[thread], thread);
     __syncthreads();
   }
 

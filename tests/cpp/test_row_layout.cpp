@@ -1,5 +1,6 @@
 // The rows' kernel of the quantiser: every vector has a place of its own in shared memory, neither the copies of a warp
-// nor the reads of its threads meet in a bank, and lanes load and store each group of 16 columns once.
+// nor the reads of its threads, of rows, signs or means, meet in a bank, and lanes load and store each group of 16
+// columns once.
 #include <set>
 
 #include "check.hpp"
@@ -81,6 +82,26 @@ void groups() {
   }
 }
 
+// The lanes of a row read signs and means of as many columns at once, 16 bytes each.
+template <class Shape>
+void columns() {
+  std::set<int> seen;
+  for (int i = 0; i < Shape::kChunks; ++i) {
+    for (int e = 0; e < 16; e += 4) {
+      Banks banks;
+      for (int lane = 0; lane < Shape::kLanes; ++lane) {
+        int const place = column_place(Shape::loaded_group(lane, i) * 16 + e);
+        CHECK(place == chunk_columns<Shape>(lane, i) + e && place % 4 == 0);
+        CHECK(place + 4 <= column_places(Shape::kHeadDim));
+        seen.insert(place);
+        banks.add(place / 4);
+      }
+      CHECK(static_cast<int>(banks.seen.size()) == Shape::kLanes);
+    }
+  }
+  CHECK(static_cast<int>(seen.size()) == Shape::kHeadDim / 4);
+}
+
 // Where an exchange leaves columns: a lane's bit and a chunk's bit have changed places.
 template <class Shape>
 void exchanges() {
@@ -103,6 +124,7 @@ void check_shape() {
   reads<Shape>();
   copies<Shape>();
   groups<Shape>();
+  columns<Shape>();
   CHECK(Shape::kExchange == (kRotate && kDim != 96 && kDim != 192));
   if constexpr (Shape::kExchange) exchanges<Shape>();
 }

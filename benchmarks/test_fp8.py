@@ -190,7 +190,7 @@ def test_float64_attention_and_its_ideal(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_accuracy_rows(stand_ins: None, tmp_path: Path) -> None:
     attends = accuracy_fp8.contenders("tiled")
     assert set(attends) == {*targets.RECIPES, "fa3"}
-    chosen = list(accuracy_fp8.problems(tmp_path / "none", ((192, 192), (320, 64)), (64,), "cpu"))
+    chosen = list(accuracy_fp8.problems(tmp_path / "none", ((192, 192, 2), (320, 64, 2)), (64,), "cpu"))
     assert {p.family for p in chosen} == {"llm", "normal", "outlier", "kbias", "vmean", "peaky"}
     assert all(p.causal for p in chosen)
     some = [p for p in chosen if p.family in ("kbias", "vmean") or p.layer == "layer5"]

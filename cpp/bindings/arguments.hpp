@@ -63,8 +63,9 @@ inline py::dict to_dict(flashhopper_plan const& plan) {
 // batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right
 using Sizes = std::array<int64_t, 9>;
 
+// All but the window, which quantisation has not.
 template <class Params>
-void set_problem(Params& params, Sizes const& sizes, double softmax_scale, int dtype, int sm_margin) {
+void set_sizes(Params& params, Sizes const& sizes) {
   params.batch = sizes[0];
   params.heads = sizes[1];
   params.kv_heads = sizes[2];
@@ -72,6 +73,11 @@ void set_problem(Params& params, Sizes const& sizes, double softmax_scale, int d
   params.seqlen_k = sizes[4];
   params.head_dim = sizes[5];
   params.head_dim_v = sizes[6];
+}
+
+template <class Params>
+void set_problem(Params& params, Sizes const& sizes, double softmax_scale, int dtype, int sm_margin) {
+  set_sizes(params, sizes);
   params.window_left = sizes[7];
   params.window_right = sizes[8];
   params.softmax_scale = static_cast<float>(softmax_scale);

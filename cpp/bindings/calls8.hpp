@@ -13,10 +13,11 @@ using Offsets = std::array<intptr_t, 5>;
 // Flags of quantize; engine/hopper_quantize.py has them too.
 enum { kRotate = 1, kSmoothK = 2, kCenterV = 4 };
 
-// outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean.
+// outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean. blocks: rows of one scale of
+// q, columns of one Hadamard matrix.
 inline void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 9> const& outputs, intptr_t signs,
                      Sizes const& sizes, std::array<int64_t, 2> const& columns, int dtype, int format, int flags,
-                     int q_block, Offsets const& offsets, Totals const& totals, intptr_t stream) {
+                     std::array<int, 2> const& blocks, Offsets const& offsets, Totals const& totals, intptr_t stream) {
   flashhopper_quantize_params params{};
   flashhopper_tensor* const targets[] = {&params.q, &params.k, &params.v};
   for (size_t i = 0; i < tensors.size(); ++i) *targets[i] = to_tensor(tensors[i]);
@@ -31,16 +32,11 @@ inline void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 
   params.k_mean = (flags & kSmoothK) != 0 ? floats(7) : nullptr;
   params.v_mean = (flags & kCenterV) != 0 ? floats(8) : nullptr;
   params.signs = (flags & kRotate) != 0 ? reinterpret_cast<float const*>(signs) : nullptr;
-  params.batch = sizes[0];
-  params.heads = sizes[1];
-  params.kv_heads = sizes[2];
-  params.seqlen_q = sizes[3];
-  params.seqlen_k = sizes[4];
-  params.head_dim = sizes[5];
-  params.head_dim_v = sizes[6];
+  set_sizes(params, sizes);
   params.columns = columns[0];
   params.columns_v = columns[1];
-  params.q_block = q_block;
+  params.q_block = blocks[0];
+  params.rotate_block = blocks[1];
   params.dtype = dtype;
   params.format = format;
   set_packing(params, offsets.data(), totals);

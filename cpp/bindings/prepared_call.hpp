@@ -69,18 +69,8 @@ inline py::object prepare_forward(int64_t q_batch_stride, int64_t q_row_stride, 
   params->k = {nullptr, k_batch_stride, k_row_stride, k_head_stride};
   params->v = {nullptr, v_batch_stride, v_row_stride, v_head_stride};
   params->out = {nullptr, out_batch_stride, out_row_stride, out_head_stride};
-  params->batch = batch;
-  params->heads = heads;
-  params->kv_heads = kv_heads;
-  params->seqlen_q = seqlen_q;
-  params->seqlen_k = seqlen_k;
-  params->head_dim = head_dim;
-  params->head_dim_v = head_dim_v;
-  params->window_left = window_left;
-  params->window_right = window_right;
-  params->softmax_scale = static_cast<float>(softmax_scale);
-  params->dtype = dtype;
-  params->sm_margin = sm_margin;
+  set_problem(*params, {batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v, window_left, window_right},
+              softmax_scale, dtype, sm_margin);
   params->pack_gqa = pack_gqa;
   py::capsule prepared(params.get(), kParamsName, [](PyObject* capsule) {
     delete static_cast<flashhopper_forward_params*>(PyCapsule_GetPointer(capsule, kParamsName));

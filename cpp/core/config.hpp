@@ -62,11 +62,19 @@ constexpr int box_columns(int head_dim, int element_bytes = 2) {
 // also holds the sum of the probabilities as they were rounded.
 constexpr int sum_columns(ForwardConfig const& config) { return config.partial_columns > 0 ? 8 : 0; }
 
+// 8 bits: what the rows of the tiles in flight bring along (RowFactors in forward/storage.hpp), in whole KiB because
+// that is how the struct is padded.
+constexpr int64_t row_factor_bytes(ForwardConfig const& config) {
+  if (config.partial_columns == 0) return 0;
+  int64_t const floats = config.q_stages * int64_t{2 * config.tile_m + consumer_warpgroups(config) * config.head_dim_v};
+  return (floats * 4 + 1023) / 1024 * 1024;
+}
+
 constexpr int64_t smem_bytes(ForwardConfig const& config) {
   int64_t const q = int64_t{config.q_stages} * config.tile_m * config.head_dim;
   int64_t const kv =
       int64_t{config.stages} * config.tile_n * (config.head_dim + config.head_dim_v + sum_columns(config));
-  return (q + kv) * config.element_bytes + kBarrierBytes;
+  return (q + kv) * config.element_bytes + row_factor_bytes(config) + kBarrierBytes;
 }
 
 constexpr bool is_valid(ForwardConfig const& config) {

@@ -40,13 +40,39 @@ constexpr int choose_forward_config(int64_t head_dim, int64_t head_dim_v, Mask c
   return choose_row(kForwardConfigs, width, head_dim, head_dim_v, mask, is_served);
 }
 
-// CTAs that load K and V for one another, with neighbouring query blocks of a head as their tiles. The last of an odd
-// number of blocks has a neighbour without rows, which computes nothing: among many that does not matter. A left bound
-// of the window would make blocks of keys foreign at both ends.
-constexpr int choose_cluster(ForwardConfig const& row, Mask const& mask, bool is_packed, int64_t blocks) {
+// What a step costs whose keys two CTAs load for one another, beside one whose keys a CTA loads alone.
+inline constexpr double kSharedStep = 0.96;
+
+// How far, on average, the next edge of a block of keys lies behind a bound that moves by `step` from tile to tile:
+// where it stands in a block takes all values of one remainder.
+constexpr int to_block_edge(int bound, int step, int tile_n) {
+  int const unit = std::gcd(step, tile_n), rest = bound % unit;
+  return (tile_n - unit) / 2 + (rest > 0 ? unit - rest : -rest);
+}
+
+// What a tile costs, in keys that it multiplies with or waits for: those that rows of one in the middle and of its
+// neighbours in the cluster see, which is the average of all, what they visit beside them at bounds of the mask, and
+// one step for the tile's start and end.
+constexpr double cost_of_tile(Mask const& mask, ForwardConfig const& row, int positions, int cluster) {
+  int const together = positions * cluster, first = mask.query_begin(0);  // rows before it see nothing
+  int const begin = max_of(0, first + (mask.seqlen_q - first) / 2 - together / 2);
+  int const end = min_of(mask.seqlen_q, begin + together);
+  int keys = max_of(0, mask.key_end(end - 1) - mask.key_begin(begin)) + row.tile_n;
+  if (mask.window_right >= 0) keys += to_block_edge(mask.shift() + mask.window_right, together, row.tile_n);
+  if (mask.window_left >= 0) keys += to_block_edge(mask.window_left - mask.shift(), together, row.tile_n);
+  return cluster > 1 ? keys * kSharedStep : keys;
+}
+
+// CTAs that load K and V for one another, with neighbouring query blocks of a head as their tiles of so many positions.
+// The last of an odd number of blocks has a neighbour without rows, which computes nothing: among many that does not
+// matter. Behind a right bound a tile waits for keys that only its neighbour's rows see, too long where it sees few
+// itself. A left bound would make blocks of keys foreign at both ends.
+constexpr int choose_cluster(ForwardConfig const& row, Mask const& mask, bool is_packed, int positions) {
   constexpr int kMany = 16;
-  bool const is_even = blocks % row.cluster == 0;
-  return is_packed || mask.window_left >= 0 || (!is_even && blocks < kMany) ? 1 : row.cluster;
+  if (row.cluster == 1 || is_packed || mask.window_left >= 0) return 1;
+  int const blocks = ceil_div(mask.seqlen_q, positions);
+  if (blocks % row.cluster != 0 && blocks < kMany) return 1;
+  return cost_of_tile(mask, row, positions, row.cluster) < cost_of_tile(mask, row, positions, 1) ? row.cluster : 1;
 }
 
 template <class IsServed>
@@ -62,28 +88,13 @@ constexpr int64_t tiles_of_group(int64_t seqlen_q, int group, ForwardConfig cons
   return (seqlen_q + positions - 1) / positions * (group / heads);
 }
 
-// How far, on average, the next edge of a block of keys lies behind a bound that moves by `step` from tile to tile:
-// where it stands in a block takes all values of one remainder.
-constexpr int to_block_edge(int bound, int step, int tile_n) {
-  int const unit = std::gcd(step, tile_n), rest = bound % unit;
-  return (tile_n - unit) / 2 + (rest > 0 ? unit - rest : -rest);
-}
-
-// What these tiles cost, in keys that a tile multiplies with or waits for: those that the rows of one in the middle and
-// of its cluster see, which is the average of all, what they visit beside them at bounds of the mask, and one step for
-// the tile's start and end. Tiles of more heads hold fewer positions, which see fewer different keys; a number of heads
-// that does not divide a warpgroup's rows leaves some of them unused, and its tiles seldom end where a block ends.
+// What these tiles cost together. Tiles of more heads hold fewer positions, which see fewer different keys; a number of
+// heads that does not divide a warpgroup's rows leaves some of them unused, and its tiles seldom end where a block
+// ends.
 constexpr double cost_of_group(Mask const& mask, int group, ForwardConfig const& config, int heads) {
-  int const positions_of_tile = consumer_warpgroups(config) * make_row_map(heads).positions;
-  int const positions =
-      positions_of_tile * choose_cluster(config, mask, false, ceil_div(mask.seqlen_q, positions_of_tile));
-  int const first = mask.query_begin(0);  // rows before it see nothing
-  int const begin = max_of(0, first + (mask.seqlen_q - first) / 2 - positions / 2);
-  int const end = min_of(mask.seqlen_q, begin + positions);
-  int keys = max_of(0, mask.key_end(end - 1) - mask.key_begin(begin)) + config.tile_n;
-  if (mask.window_right >= 0) keys += to_block_edge(mask.shift() + mask.window_right, positions, config.tile_n);
-  if (mask.window_left >= 0) keys += to_block_edge(mask.window_left - mask.shift(), positions, config.tile_n);
-  return static_cast<double>(tiles_of_group(mask.seqlen_q, group, config, heads)) * keys;
+  int const positions = consumer_warpgroups(config) * make_row_map(heads).positions;
+  double const tile = cost_of_tile(mask, config, positions, choose_cluster(config, mask, false, positions));
+  return static_cast<double>(tiles_of_group(mask.seqlen_q, group, config, heads)) * tile;
 }
 
 // The number of heads above 1 of the least cost, of equals the largest. 1 where no such number divides the group and
@@ -102,7 +113,7 @@ constexpr int choose_packed_heads(Mask const& mask, int group, ForwardConfig con
 }
 
 // Whether so many heads a tile cost less than tiles of one head, by however little: where it saves nothing, sharing was
-// never slower. Full attention saves tiles, with short queries alone; a mask saves keys with any.
+// never slower. Full attention saves tiles, with short queries alone, or finds neighbours; a mask saves keys with any.
 constexpr bool packing_pays(Mask const& mask, int group, ForwardConfig const& config, int heads) {
   return cost_of_group(mask, group, config, heads) < cost_of_group(mask, group, config, 1);
 }

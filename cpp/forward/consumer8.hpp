@@ -14,7 +14,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
   using Base = ForwardConsumer<Traits>;
   using Base::args, Base::storage, Base::warpgroup, Base::thread, Base::lane, Base::at_k, Base::at_v, Base::at_q;
   using Base::Base, Base::kScores, Base::kOutputs;
-  static constexpr int kPart = Traits::kPartColumns / 2;  // floats of a part of P V in one thread
+  static constexpr int kPart = Traits::kPartColumns / 2;       // floats of a part of P V in one thread
+  static constexpr int kBuffers = Traits::kParts > 1 ? 2 : 1;  // a part is multiplied while the one before is added
   static constexpr bool kOverlaps = Traits::kConfig.overlap;
   // What an integer score starts from, and the same bits as a float.
   static constexpr uint32_t kZeroBits = 0x4B400000u;
@@ -29,7 +30,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
     Tensor tSrK = mma_qk.get_slice(thread).partition_fragment_B(sK);  // (MMA, 1, D/32, stages)
 
     float scores[kScores];
-    float part[kPart + Traits::kSumColumns / 2];
+    float parts[kBuffers][kPart + Traits::kSumColumns / 2];
     float outputs[kOutputs];
     uint32_t probabilities[kScores / 4];
     Tensor tSrS = make_tensor(make_rmem_ptr(reinterpret_cast<typename Traits::Score*>(scores)),
@@ -63,12 +64,14 @@ struct Consumer8 : ForwardConsumer<Traits> {
       Tensor sVt = make_tensor(make_smem_ptr(storage.v[slot] + p * Traits::kPartColumns * Traits::kTileN),
                                typename Traits::template LayoutVtPart<kColumns>{});
       Tensor tOrV = mma_pv.get_slice(thread).partition_fragment_B(sVt(_, _, 0));  // (MMA, 1, N/32)
-      Tensor tOrO = make_tensor(make_rmem_ptr(part), partition_shape_C(mma_pv, Shape<_64, Int<kColumns>>{}));
+      Tensor tOrO =
+          make_tensor(make_rmem_ptr(parts[p % kBuffers]), partition_shape_C(mma_pv, Shape<_64, Int<kColumns>>{}));
       issue_gemm<Accumulate::kFresh>(mma_pv, tOrP, tOrV, tOrO);
     };
     // O of part p = rescale * O + the product just finished.
     auto add_part = [&](auto p, float const(&rescale)[kRowsPerThread], float change) {
       float const factor[kRowsPerThread] = {rescale[0] * change, rescale[1] * change};
+      auto& part = parts[p % kBuffers];
       FLASHHOPPER_UNROLL
       for (int e = 0; e < Traits::columns_of_part(p) / 2; ++e) warpgroup_fence_operand(part[e]);
       FLASHHOPPER_UNROLL
@@ -92,7 +95,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
         // unit and the unit.
         float rescale[kRowsPerThread], change = 1.f, unit = 1.f;
         FLASHHOPPER_UNROLL
-        for (int r = 0; r < kRowsPerThread; ++r) q_factor[r] = query_factor(tile, this->position(tile, r));
+        for (int r = 0; r < kRowsPerThread; ++r) {
+          q_factor[r] = storage.rows[warpgroup][at_q.slot].query[this->thread_row + 8 * r];
+        }
         FLASHHOPPER_UNROLL
         for (int e = 0; e < kOutputs; ++e) outputs[e] = 0.f;
 
@@ -124,7 +129,9 @@ struct Consumer8 : ForwardConsumer<Traits> {
         };
         auto add_sums = [&] {
           FLASHHOPPER_UNROLL
-          for (int r = 0; r < kRowsPerThread; ++r) softmax.add_sum(part[kPart + 2 * r], r, rescale[r]);
+          for (int r = 0; r < kRowsPerThread; ++r) {
+            softmax.add_sum(parts[(Traits::kParts - 1) % kBuffers][kPart + 2 * r], r, rescale[r]);
+          }
         };
         auto finish_pv = [&] {
           add_part(Int<0>{}, rescale, change);
@@ -136,15 +143,15 @@ struct Consumer8 : ForwardConsumer<Traits> {
           auto const at = at_k.before();
           storage.v_full[at.slot].wait(at.phase);
         };
-        // The product with V in parts, one after the other. K was released a block ahead, which tells where V stands.
+        // The product with V in parts, each added while the next is multiplied. K was released a block ahead, which
+        // tells where V stands.
         auto multiply_values = [&] {
           auto at = at_k.before();
+          issue_pv(at.slot, Int<0>{});
           for_each(make_seq<Traits::kParts>{}, [&](auto p) {
-            // Once, in await_values, would do. But the wait is a loop, over which ptxas moves nothing; without it ptxas
-            // puts off the additions of a part until the next is under way, and runs out of registers.
-            if constexpr (p > 0) storage.v_full[at.slot].wait(at.phase);
-            issue_pv(at.slot, p);
-            warpgroup_wait<0>();
+            constexpr int kNext = p + 1;
+            if constexpr (kNext < Traits::kParts) issue_pv(at.slot, Int<kNext>{});
+            warpgroup_wait<(kNext < Traits::kParts)>();
             add_part(p, rescale, change);
           });
           add_sums();
@@ -152,7 +159,7 @@ struct Consumer8 : ForwardConsumer<Traits> {
         };
         auto nothing = [] {};
 
-        int const done = slot;
+        int const done = slot, done_q = at_q.slot;
         if constexpr (kOverlaps) {
           finish_scores(Int<0>{}, nothing, nothing);
           for (--n; n >= blocks.begin; --n) {
@@ -164,13 +171,8 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
             finish_scores(Int<1>{}, [] { warpgroup_wait<0>(); }, finish_pv);
           }
-          this->release_queries();
           storage.v_full[at_v.slot].wait(at_v.phase);
           issue_pv(at_v.slot, Int<0>{});
-          slot = this->next_tile_early(reader);
-          start_tile();
-          warpgroup_wait<1>();
-          finish_pv();
         } else {
           while (true) {
             finish_scores(Int<0>{}, await_values, nothing);
@@ -182,16 +184,24 @@ struct Consumer8 : ForwardConsumer<Traits> {
             this->pass_turn();
           }
           this->pass_turn();
-          this->release_queries();
-          slot = -1;
+        }
+        // The next queries are there, and their first scores keep the tensor cores busy while this tile's output
+        // leaves.
+        at_q.advance();
+        slot = this->next_tile_early(reader);
+        start_tile();
+        if constexpr (kOverlaps) {
+          warpgroup_wait<1>();
+          finish_pv();
         }
 
         float normalise[kRowsPerThread], lse[kRowsPerThread];
         softmax.finish(normalise, lse);
         FLASHHOPPER_UNROLL
         for (int r = 0; r < kRowsPerThread; ++r) normalise[r] *= unit;
-        finish_rows(tile, outputs, normalise, lse);
+        finish_rows(tile, storage.rows[warpgroup][done_q], outputs, normalise, lse);
         reader.hand_back(done, lane == 0);
+        if (lane == 0) storage.q_empty[warpgroup][done_q].arrive();
       } while (slot >= 0);
       warpgroup_wait<0>();
       warpgroup_fence_operand(tSrS);
@@ -201,13 +211,6 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
  private:
-  // What turns a raw score of this row into base 2, apart from the key block's scale.
-  FLASHHOPPER_DEVICE float query_factor(SequenceTile const& tile, int row) const {
-    row = min_of(row, tile.rows.q.seqlen - 1);
-    float const* const scale = args.q_scale + tile.batch * args.q_scale_batch + tile.head * args.q_scale_head;
-    return scale[tile.rows.q.begin / args.q_block + row / args.q_block] * args.softmax_scale_log2;
-  }
-
   // A factor of 0 would turn scores that the mask made -inf into NaN; NaN stays as it is.
   FLASHHOPPER_DEVICE static float nonzero(float factor) { return factor == 0.f ? 0x1p-126f : factor; }
 
@@ -237,34 +240,26 @@ struct Consumer8 : ForwardConsumer<Traits> {
   }
 
   // Normalises, adds the means that were taken from K and V, and stores.
-  FLASHHOPPER_DEVICE void finish_rows(SequenceTile const& tile, float (&outputs)[kOutputs],
-                                      float const (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) const {
+  FLASHHOPPER_DEVICE void finish_rows(SequenceTile const& tile, RowFactors<Traits::kHeadDimV> const& factors,
+                                      float (&outputs)[kOutputs], float const (&normalise)[kRowsPerThread],
+                                      float (&lse)[kRowsPerThread]) const {
     ThreadRows const rows = this->rows_of(tile);
-    if (args.lse_shift != nullptr) {
-      float const* const shift =
-          args.lse_shift + tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
-      FLASHHOPPER_UNROLL
-      for (int r = 0; r < kRowsPerThread; ++r) {
-        int const row = min_of(rows.position[r], tile.rows.q.seqlen - 1);
-        lse[r] += args.softmax_scale * shift[row];
-      }
-    }
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < kRowsPerThread; ++r) lse[r] += args.softmax_scale * factors.lse_shift[this->thread_row + 8 * r];
     store_lse(args, tile, {0, tile.rows.q.seqlen}, lse, rows, lane);
     FLASHHOPPER_UNROLL
-    for (int e = 0; e < kOutputs; ++e) outputs[e] *= normalise[accumulator_row(e)];
-    if (args.v_mean != nullptr) {
-      float const* const mean = args.v_mean + kv_head_of(args, tile) * args.v_mean_columns + this->thread_column;
+    for (int e = 0; e < kOutputs; e += 4) {
+      float2 const mean =
+          *reinterpret_cast<float2 const*>(factors.v_mean + this->thread_column + accumulator_column(e));
       FLASHHOPPER_UNROLL
-      for (int e = 0; e < kOutputs; e += 4) {
-        if (accumulator_column(e) >= args.v_mean_columns) continue;  // V may be stored narrower than it is computed
-        float2 const two = *reinterpret_cast<float2 const*>(mean + accumulator_column(e));
-        FLASHHOPPER_UNROLL
-        for (int r = 0; r < kRowsPerThread; ++r) {
-          bool const sees = normalise[r] != 0.f;
-          outputs[e + 2 * r] += sees ? two.x : 0.f;
-          outputs[e + 2 * r + 1] += sees ? two.y : 0.f;
-        }
+      for (int r = 0; r < kRowsPerThread; ++r) {
+        outputs[e + 2 * r] = outputs[e + 2 * r] * normalise[r] + mean.x;
+        outputs[e + 2 * r + 1] = outputs[e + 2 * r + 1] * normalise[r] + mean.y;
       }
+    }
+    if (normalise[0] == 0.f || normalise[1] == 0.f) {  // a row that sees no key gets no mean
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kOutputs; ++e) outputs[e] = normalise[accumulator_row(e)] == 0.f ? 0.f : outputs[e];
     }
     if (args.out_is_bf16) {
       store_output<element::bf16>(args, tile, outputs, rows, lane);

@@ -76,7 +76,8 @@ FLASHHOPPER_DEVICE void store_columns(OutputRows<Element> const& target, float c
     FLASHHOPPER_UNROLL
     for (int i = 0; i < 4; ++i) piece[i] = pack<Element>(outputs[4 * i + 2 * r], outputs[4 * i + 2 * r + 1]);
     transpose_quad(piece, lane);
-    if (target.row[r] != nullptr && first_column + lane % 4 * 8 < columns) {
+    // In this form, or the compiler would keep first_column + lane % 4 * 8 in registers, one for each first_column.
+    if (target.row[r] != nullptr && lane % 4 * 8 < columns - first_column) {
       *reinterpret_cast<uint4*>(target.row[r] + first_column) = uint4{piece[0], piece[1], piece[2], piece[3]};
     }
   }

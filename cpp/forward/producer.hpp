@@ -128,23 +128,61 @@ FLASHHOPPER_DEVICE void produce_keys_and_values(typename Traits::Args const& arg
   source.finish();
 }
 
+// Loads the queries of a warpgroup's rows; one thread.
+template <class Traits>
+FLASHHOPPER_DEVICE void load_queries(ForwardArgs const& args, ForwardStorage<Traits>& storage, SequenceTile const& tile,
+                                     int warpgroup, int slot) {
+  RowMap const map = row_map_of<Traits>(args);
+  int const position = first_position<Traits>(args, tile, warpgroup);
+  bool const is_pack = map.heads > 1;  // then the map's dimensions are head_dim, head, row, pack, batch
+  int const unused_bytes = (kWarpgroupRows - map.rows()) * Traits::kHeadDim * int{sizeof(typename Traits::Element)};
+  tma_load_sequence<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
+      args.q, storage.q_full[warpgroup][slot], L2Hint::kEvictFirst, storage.q[warpgroup][slot],
+      is_pack ? RowOrigin{0, tile.head} : row_origin(args.wrap != 0, tile.rows.q, tile.batch),
+      is_pack ? tile.batch : args.wrap, is_pack ? 0 : position, is_pack ? position : tile.head, 0, -unused_bytes);
+}
+
+// 8 bits: writes what the rows bring along; a whole warp.
+template <class Traits>
+FLASHHOPPER_DEVICE void load_row_factors(Forward8Args const& args, RowFactors<Traits::kHeadDimV>& rows,
+                                         SequenceTile const& tile, int warpgroup) {
+  int const lane = static_cast<int>(threadIdx.x) % 32;
+  float const* const scale = args.q_scale + tile.batch * args.q_scale_batch + tile.head * args.q_scale_head;
+  int64_t const shift = tile.batch * args.lse.batch_stride + tile.head * args.lse.head_stride + tile.rows.q.begin;
+  int const first = first_position<Traits>(args, tile, warpgroup);
+#pragma unroll 1
+  for (int i = lane; i < kWarpgroupRows; i += 32) {
+    int const row = min_of(first + i, tile.rows.q.seqlen - 1);
+    float const factor = scale[tile.rows.q.begin / args.q_block + row / args.q_block];
+    rows.lse_shift[i] = args.lse_shift == nullptr ? 0.f : args.lse_shift[shift + row];
+    rows.query[i] = factor * args.softmax_scale_log2;
+  }
+  float const* const mean =
+      args.v_mean == nullptr ? nullptr : args.v_mean + kv_head_of(args, tile) * args.v_mean_columns;
+  FLASHHOPPER_UNROLL
+  for (int column = lane; column < Traits::kHeadDimV; column += 32) {
+    rows.v_mean[column] = mean != nullptr && column < args.v_mean_columns ? mean[column] : 0.f;
+  }
+}
+
 template <class Traits>
 FLASHHOPPER_DEVICE void produce_queries(typename Traits::Args const& args, ForwardStorage<Traits>& storage,
-                                        int warpgroup) {
+                                        int warpgroup, bool is_elected) {
   RingPosition<Traits::kQStages> at;
   TileReader<ForwardStorage<Traits>> reader{storage};
-  SequenceTile tile;
-  while (reader.next(tile)) {
+  while (true) {
+    int const slot = reader.await();
+    SequenceTile const tile = storage.tile[slot];
+    if constexpr (Traits::kIs8Bit) __syncwarp();  // every lane has it
+    if (is_elected) reader.hand_back(slot);
+    if (tile.block < 0) return;
     if (visited_blocks<Traits>(args, tile).size() == 0) continue;
     storage.q_empty[warpgroup][at.slot].wait(at.phase ^ 1);
-    RowMap const map = row_map_of<Traits>(args);
-    int const position = first_position<Traits>(args, tile, warpgroup);
-    bool const is_pack = map.heads > 1;  // then the map's dimensions are head_dim, head, row, pack, batch
-    int const unused_bytes = (kWarpgroupRows - map.rows()) * Traits::kHeadDim * int{sizeof(typename Traits::Element)};
-    tma_load_sequence<kWarpgroupRows, Traits::kHeadDim, Traits::kBoxColumns>(
-        args.q, storage.q_full[warpgroup][at.slot], L2Hint::kEvictFirst, storage.q[warpgroup][at.slot],
-        is_pack ? RowOrigin{0, tile.head} : row_origin(args.wrap != 0, tile.rows.q, tile.batch),
-        is_pack ? tile.batch : args.wrap, is_pack ? 0 : position, is_pack ? position : tile.head, 0, -unused_bytes);
+    if constexpr (Traits::kIs8Bit) {
+      load_row_factors<Traits>(args, storage.rows[warpgroup][at.slot], tile, warpgroup);
+      __syncwarp();  // the arrival of one thread stands for what all have written
+    }
+    if (is_elected) load_queries<Traits>(args, storage, tile, warpgroup, at.slot);
     at.advance();
   }
 }
@@ -152,11 +190,20 @@ FLASHHOPPER_DEVICE void produce_queries(typename Traits::Args const& args, Forwa
 template <class Traits>
 FLASHHOPPER_DEVICE void produce(typename Traits::Args const& args, ForwardStorage<Traits>& storage) {
   int const warp = cutlass::canonical_warp_idx_sync();
+  if constexpr (Traits::kIs8Bit) {
+    static_assert(Traits::kConfig.cluster == 1);  // or they would have to wait for one another at the end
+    if (warp > 0) {                               // whole warps, for the sake of what comes with the queries
+      if (warp <= Traits::kWarpgroups) produce_queries<Traits>(args, storage, warp - 1, cute::elect_one_sync());
+      // Not a return, where they would meet warp 0: ptxas would then spill what its one thread has in uniform
+      // registers.
+      asm volatile("exit;");
+    }
+  }
   if (!cute::elect_one_sync()) return;
   if (warp == 0) {
     produce_keys_and_values<Traits>(args, storage);
-  } else if (warp <= Traits::kWarpgroups) {
-    produce_queries<Traits>(args, storage, warp - 1);
+  } else if constexpr (!Traits::kIs8Bit) {
+    if (warp <= Traits::kWarpgroups) produce_queries<Traits>(args, storage, warp - 1, true);
   }
 }
 

@@ -28,6 +28,16 @@ struct alignas(16) StepScales {
   float v;       // the unit: the scale of the values
 };
 
+// 8 bits alone: what the rows of one warpgroup bring along, loaded a tile ahead so that no consumer waits for memory.
+template <int kHeadDimV>
+struct RowFactors {
+  float query[kWarpgroupRows];      // turns a row's raw scores into base 2, apart from the key block's scale
+  float lse_shift[kWarpgroupRows];  // 0 where there is none
+  float v_mean[kHeadDimV];          // 0 where there is none, and past the tensor's columns
+};
+template <>
+struct RowFactors<0> {};
+
 template <class Traits>
 struct ForwardStorage {
   using Element = typename Traits::Element;
@@ -38,9 +48,10 @@ struct ForwardStorage {
   alignas(1024) Element k[Traits::kStages][Traits::kTileN * Traits::kHeadDim];
   alignas(1024) ElementV v[Traits::kStages][Traits::kTileN * Traits::kRowsVt];
 
-  // Arrives: TMA through the loading warp. Waits: the consumer warpgroup.
+  // Arrives: TMA through the loading warp, behind its row factors. Waits: the consumer warpgroup.
   Barrier q_full[Traits::kWarpgroups][Traits::kQStages];
-  // Arrives: each warp of the consumer warpgroup, after its last Q K^T. Waits: the warp that loads the queries.
+  // Arrives: each warp of the consumer warpgroup, after its last Q K^T; in 8 bits at the end of the tile, which reads
+  // row factors. Waits: the warp that loads the queries.
   Barrier q_empty[Traits::kWarpgroups][Traits::kQStages];
   // Arrives: TMA through the key-value warp. Waits: all consumer warpgroups.
   Barrier k_full[Traits::kStages];
@@ -59,6 +70,7 @@ struct ForwardStorage {
   Mailbox mailbox;                      // of the scheduler, where CTAs share keys
   // 8 bits alone: of the key block in a slot of K and the values that belong to it. There with K.
   StepScales scales[Traits::kStages];
+  RowFactors<Traits::kIs8Bit ? Traits::kHeadDimV : 0> rows[Traits::kWarpgroups][Traits::kQStages];  // there with Q
 
   // The columns that sum probabilities: the first all ones, the others zeros. TMA never writes them.
   FLASHHOPPER_DEVICE void fill_sum_columns() {

@@ -53,9 +53,9 @@ struct RowsOperand {
 };
 
 struct RowsArgs {
-  RowsOperand operands[2];  // q, k
-  float const* signs;       // (computed head dim), +1 or -1, before the Hadamard matrix; null: no rotation
-  int is_int8;
+  RowsOperand operands[2];   // q, k
+  float const* signs;        // (computed head dim), +1 or -1, before the Hadamard matrix; null: no rotation
+  int is_int8, is_by_quads;  // the latter: a Hadamard matrix for every four columns
 };
 
 struct ValuesArgs {

@@ -14,16 +14,19 @@ cudaError_t launch_rows(RowsArgs const& args, int num_sms, int device, cudaStrea
   int const tasks = args.operands[0].blocks.tasks + args.operands[1].blocks.tasks;
   if (tasks == 0) return cudaSuccess;
   void* parameters[] = {const_cast<RowsArgs*>(&args)};
-  auto const run = [&]<bool kSmooth, bool kRotate>() {
-    using Shape = RowsShape<kDim, kRotate, kSmooth>;
+  auto const run = [&]<Rotation kRotation, bool kSmooth>() {
+    using Shape = RowsShape<kDim, kRotation, kSmooth>;
     int const grid = min_of(tasks, Shape::kCtas * num_sms);
-    return launch<quantize_rows_kernel<Element, kDim, kSmooth, kRotate>>(grid, Shape::kThreads, parameters,
-                                                                         Shape::kSmemBytes, device, stream, start);
+    return launch<quantize_rows_kernel<Element, kDim, kSmooth, kRotation>>(grid, Shape::kThreads, parameters,
+                                                                           Shape::kSmemBytes, device, stream, start);
   };
-  if (args.operands[0].mean != nullptr) {
-    return args.signs != nullptr ? run.template operator()<true, true>() : run.template operator()<true, false>();
-  }
-  return args.signs != nullptr ? run.template operator()<false, true>() : run.template operator()<false, false>();
+  auto const run_rotation = [&]<Rotation kRotation>() {
+    return args.operands[0].mean != nullptr ? run.template operator()<kRotation, true>()
+                                            : run.template operator()<kRotation, false>();
+  };
+  if (args.signs == nullptr) return run_rotation.template operator()<Rotation::kNone>();
+  return args.is_by_quads ? run_rotation.template operator()<Rotation::kQuads>()
+                          : run_rotation.template operator()<Rotation::kWide>();
 }
 
 template <class Element, int kDim>

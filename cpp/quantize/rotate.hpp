@@ -75,7 +75,8 @@ template <class Shape>
 FLASHHOPPER_DEVICE void rotate_row(float (&x)[Shape::kElements], float const* signs, int lane) {
   rotate_chunks<Shape>(x, signs, lane);
   FLASHHOPPER_UNROLL
-  for (int stride = 2; stride < 16; stride *= 2) butterflies<Shape>(x, stride, 1.f);
+  for (int stride = 2; stride < min_of(16, Shape::kHadamard); stride *= 2) butterflies<Shape>(x, stride, 1.f);
+  if constexpr (!Shape::kIsWide) return;
   if constexpr (Shape::kExchange) {
     FLASHHOPPER_UNROLL
     for (int bit = 1; bit < Shape::kChunks; bit *= 2) {

@@ -7,6 +7,12 @@
 
 namespace flashhopper {
 
+enum class Rotation {
+  kNone,
+  kQuads,  // four columns at a time, all of one thread
+  kWide,   // as many as the head dimension allows
+};
+
 // Which thread holds what: kLanes neighbouring threads share a row, each with chunks of 16 columns. When it stores,
 // chunk i of lane l is the columns (i * kLanes + l) * 16 .. + 15 (stored_group), so that a row's lanes store side by
 // side. The stages of a Hadamard matrix between columns of one thread are additions; between lanes they cost shuffles,
@@ -15,11 +21,12 @@ namespace flashhopper {
 // warp has its rows for itself, and no barrier but that of the block's largest magnitude. At d192, whose matrix is 64
 // wide, a warp of a rotated block has one matrix's columns of more rows instead (a part): two lanes share them as at
 // d64, and a thread reads signs and means once for two rows. Three warps then have parts of the same rows.
-template <int kDim, bool kRotate, bool kSmooth = false>
+template <int kDim, Rotation kRotation, bool kSmooth = false>
 struct RowsShape {
   static constexpr int kHeadDim = kDim;
-  static constexpr int kHadamard = hadamard_block(kDim);
-  static constexpr int kParts = kRotate && kDim == 192 ? 3 : 1;  // of a row, in neighbouring warps
+  static constexpr bool kIsWide = kRotation == Rotation::kWide;
+  static constexpr int kHadamard = kIsWide ? hadamard_block(kDim) : kRotation == Rotation::kQuads ? 4 : 1;
+  static constexpr int kParts = kIsWide && kDim == 192 ? 3 : 1;  // of a row, in neighbouring warps
   static constexpr int kColumns = kDim / kParts;                 // of a part
   static constexpr int kLanes = kColumns >= 192 ? 4 : 2;
   static constexpr int kChunks = kColumns / (16 * kLanes);
@@ -31,7 +38,8 @@ struct RowsShape {
   static constexpr int kRows = kWarpRows / kRowsPerPass;  // of a thread
   static constexpr int kSlots = kRows * kElements / 8;
   // At once on a multiprocessor: as many as registers and shared memory allow.
-  static constexpr bool kIsHeavy = kRotate && kSmooth, kIsLight = !kRotate && !kSmooth;
+  static constexpr bool kIsHeavy = kRotation != Rotation::kNone && kSmooth;
+  static constexpr bool kIsLight = kRotation == Rotation::kNone && !kSmooth;
   static constexpr int kCtas = kDim >= 192 ? 1 : kDim == 64 ? (kIsHeavy ? 3 : 4) : kDim == 96 && kIsLight ? 3 : 2;
   static constexpr int kSmemBytes = kSlots * kThreads * 16;
   // One copy of a warp: kCopyRows rows of kCopyVectors vectors each, so that places differ by constants alone.
@@ -39,13 +47,15 @@ struct RowsShape {
   static constexpr int kCopyVectors = kDim == 96 ? 4 : 8;
   static constexpr int kCopyRows = 32 / kCopyVectors;
   static_assert(kWarpRows % kCopyRows == 0 && kVectors % kCopyVectors == 0);
-  static constexpr bool kExchange = kRotate && kHadamard == kColumns;
-  static constexpr float kNorm = !kRotate           ? 1.f
-                                 : kHadamard == 32  ? 0.17677669529663687f  // kHadamard ** -0.5
+  static constexpr bool kExchange = kIsWide && kHadamard == kColumns;
+  static constexpr float kNorm = kHadamard == 1     ? 1.f  // kHadamard ** -0.5
+                                 : kHadamard == 4   ? 0.5f
+                                 : kHadamard == 32  ? 0.17677669529663687f
                                  : kHadamard == 64  ? 0.125f
                                  : kHadamard == 128 ? 0.08838834764831845f
                                                     : 0.0625f;
-  static_assert(kRows * kRowsPerPass * kWarps == kScaleBlock * kParts && kHadamard % (16 * kLanes) == 0);
+  static_assert(kRows * kRowsPerPass * kWarps == kScaleBlock * kParts);
+  static_assert(!kIsWide || kHadamard % (16 * kLanes) == 0);
 
   // Which 16 columns of a part chunk i of a lane is when it is loaded, and when it is stored.
   FLASHHOPPER_HOST_DEVICE static constexpr int loaded_group(int lane, int i) {

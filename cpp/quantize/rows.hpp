@@ -277,7 +277,7 @@ FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, QuantizeTask cons
 }
 
 // One block, from the thread's vectors to memory.
-template <class Element, class Shape, bool kSmooth, bool kRotate, bool kSubtract>
+template <class Element, class Shape, bool kSmooth, bool kSubtract>
 FLASHHOPPER_DEVICE void quantize_block(RowsArgs const& args, RowsTask const& at, uint4 const (&raw)[Shape::kSlots],
                                        RowsStorage<Shape, kSmooth>& storage, int parity) {
   RowsOperand const& operand = args.operands[at.is_k];
@@ -293,7 +293,8 @@ FLASHHOPPER_DEVICE void quantize_block(RowsArgs const& args, RowsTask const& at,
   int const first = at.block * kScaleBlock + first_row<Shape>();
   FLASHHOPPER_UNROLL
   for (int r = 0; r < Shape::kRows; ++r) {
-    if constexpr (kRotate) rotate_row<Shape>(x[r], storage.signs + columns, thread_index() % Shape::kLanes);
+    if constexpr (Shape::kHadamard > 1)
+      rotate_row<Shape>(x[r], storage.signs + columns, thread_index() % Shape::kLanes);
     amax[r] = 0.f;
     FLASHHOPPER_UNROLL
     for (int e = 0; e < Shape::kElements; ++e) amax[r] = fmaxf(amax[r], fabsf(x[r][e]));
@@ -308,15 +309,16 @@ FLASHHOPPER_DEVICE void quantize_block(RowsArgs const& args, RowsTask const& at,
   store_rows<Shape>(operand, at, first, args.is_int8, x, amax);
 }
 
-template <class Element, int kDim, bool kSmooth, bool kRotate>
-__global__ void __launch_bounds__(RowsShape<kDim, kRotate, kSmooth>::kThreads, RowsShape<kDim, kRotate, kSmooth>::kCtas)
+template <class Element, int kDim, bool kSmooth, Rotation kRotation>
+__global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
+                                  RowsShape<kDim, kRotation, kSmooth>::kCtas)
     quantize_rows_kernel(__grid_constant__ RowsArgs const args) {
-  using Shape = RowsShape<kDim, kRotate, kSmooth>;
+  using Shape = RowsShape<kDim, kRotation, kSmooth>;
   extern __shared__ uint4 slots[];
   __shared__ __align__(16) RowsStorage<Shape, kSmooth> storage;
-  __shared__ RowsTask tasks[2][Shape::kThreads / 32];  // of each warp: the block's and the next one's
+  __shared__ RowsTask tasks[2][Shape::kWarps];  // of each warp: the block's and the next one's
   int const thread = thread_index(), warp = thread / 32, lane = thread % Shape::kLanes;
-  if constexpr (kRotate) {
+  if constexpr (Shape::kHadamard > 1) {
     if (thread < kDim) storage.signs[column_place(thread)] = prepared_sign(args.signs[thread], thread);
     __syncthreads();
   }
@@ -350,9 +352,9 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotate, kSmooth>::kThreads, R
     fetch_next(parity ^ 1, at.task + static_cast<int>(gridDim.x));
     // Q and K apart, for what differs stands in the midst of registers that all change.
     if (kSmooth && at.is_k) {
-      quantize_block<Element, Shape, kSmooth, kRotate, true>(args, at, raw, storage, parity);
+      quantize_block<Element, Shape, kSmooth, true>(args, at, raw, storage, parity);
     } else {
-      quantize_block<Element, Shape, kSmooth, kRotate, false>(args, at, raw, storage, parity);
+      quantize_block<Element, Shape, kSmooth, false>(args, at, raw, storage, parity);
     }
   }
   await_previous();  // the values may still be on their way: what follows this kernel must find them too

@@ -61,9 +61,8 @@ flashhopper_status set_problem(Problem const& p, ForwardConfig const& config, Ro
   args->group = static_cast<int>(packs / p.kv_heads);
   args->lse.batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
   args->lse.head_stride = p.is_packed ? p.total_q : p.seqlen_q;
-  int64_t const blocks = m_blocks / std::max<int64_t>(p.batch, 1);  // dense: of one pack and sequence
-  int const sms = num_sms - p.sm_margin;
-  args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, blocks);
+  int const sms = num_sms - p.sm_margin, positions = consumer_warpgroups(config) * row_map.positions;
+  args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, positions);
   args->schedule = make_schedule(p, config, row_map, args->cluster);
   *grid = static_cast<int>(std::min<int64_t>(work_tiles(p, config, *args), sms / args->cluster * args->cluster));
   return FLASHHOPPER_OK;

@@ -168,6 +168,9 @@ flashhopper_status check_quantize(flashhopper_quantize_params const& p) {
   if (p.q_block != 1 && p.q_block != kScaleBlock) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "q_block is ", p.q_block, ": it must be 1 or ", kScaleBlock);
   }
+  if (p.rotate_block != 0 && p.rotate_block != 4) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "rotate_block is ", p.rotate_block, ": it must be 0 or 4");
+  }
   FLASHHOPPER_RETURN_IF_ERROR(check_packing(p));
   bool const has_rows = p.batch > 0 && p.heads > 0 && queries(p).rows > 0;  // without them lse_shift has no storage
   if (has_rows && (p.k_mean == nullptr) != (p.lse_shift == nullptr)) {
@@ -226,6 +229,7 @@ void set_means(flashhopper_quantize_params const& p, MeansArgs* args) {
 void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {
   args->signs = p.signs;
   args->is_int8 = p.format == FLASHHOPPER_INT8;
+  args->is_by_quads = p.rotate_block == 4;
   RowsOperand& q = args->operands[0];
   q.source = source(p.q, p.head_dim, 2, queries(p));
   q.blocks = row_blocks(queries(p));

@@ -117,22 +117,23 @@ void exchanges() {
   }
 }
 
-template <int kDim, bool kRotate>
+template <int kDim, Rotation kRotation>
 void check_shape() {
-  using Shape = RowsShape<kDim, kRotate>;
+  using Shape = RowsShape<kDim, kRotation>;
   places<Shape>();
   reads<Shape>();
   copies<Shape>();
   groups<Shape>();
   columns<Shape>();
-  CHECK(Shape::kExchange == (kRotate && kDim != 96));
+  CHECK(Shape::kExchange == (kRotation == Rotation::kWide && kDim != 96));
   if constexpr (Shape::kExchange) exchanges<Shape>();
 }
 
 template <int... kDims>
 void check_shapes() {
-  (check_shape<kDims, false>(), ...);
-  (check_shape<kDims, true>(), ...);
+  (check_shape<kDims, Rotation::kNone>(), ...);
+  (check_shape<kDims, Rotation::kQuads>(), ...);
+  (check_shape<kDims, Rotation::kWide>(), ...);
 }
 
 }  // namespace

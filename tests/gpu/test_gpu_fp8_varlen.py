@@ -353,7 +353,8 @@ def test_each_sequence_is_quantised_as_if_it_were_alone(dims: tuple[int, int], r
     chosen = RECIPES[recipe]
     columns, _ = computed_head_dims(*dims)
     signs = rotation.signs(chosen.seed, columns, batch.q.device) if chosen.rotate else None
-    numbers = hopper_quantize.Numbers(chosen.qk_format, signs, chosen.smooth_k, chosen.center_v, chosen.q_block)
+    blocks = chosen.q_block, chosen.rotate_block
+    numbers = hopper_quantize.Numbers(chosen.qk_format, signs, chosen.smooth_k, chosen.center_v, *blocks)
     packing = packing_of(batch)
     sizes = checks.packed(batch.q, batch.k, batch.v, *packing)
     with guarded_results():

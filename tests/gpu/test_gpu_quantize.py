@@ -39,12 +39,13 @@ class Case:
     smooth_k: bool = False
     center_v: bool = False
     q_block: int = 128
+    rotate_block: int = 0
 
     def __str__(self) -> str:
         flags = "".join(name[0] for name in ("rotate", "smooth_k", "center_v") if getattr(self, name))
         sizes = f"b{self.batch} {self.seqlen_q}x{self.seqlen_k} h{self.heads}:{self.kv_heads}"
         dims = f"d{self.head_dim}/{self.head_dim_v} {str(self.dtype)[6:]}"
-        return f"{sizes} {dims} {self.qk_format} {flags} q{self.q_block}"
+        return f"{sizes} {dims} {self.qk_format} {flags} q{self.q_block} h{self.rotate_block}"
 
 
 def draw(case: Case, seed: int = 0) -> Tensors:
@@ -69,7 +70,8 @@ def signs_of(case: Case) -> torch.Tensor | None:
 
 
 def run(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
-    return quantize(q, k, v, Numbers(case.qk_format, signs_of(case), case.smooth_k, case.center_v, case.q_block))
+    blocks = case.q_block, case.rotate_block
+    return quantize(q, k, v, Numbers(case.qk_format, signs_of(case), case.smooth_k, case.center_v, *blocks))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +190,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 RECIPES = {
     "plain": {},
     "paper": {"rotate": True},
-    "e4m3": {"smooth_k": True, "center_v": True},
+    "unrotated": {"smooth_k": True, "center_v": True},
+    "e4m3": {"smooth_k": True, "rotate": True, "center_v": True, "q_block": 1, "rotate_block": 4},
+    "quads alone": {"rotate": True, "rotate_block": 4},
     "accurate": {"qk_format": "int8", "smooth_k": True, "rotate": True, "center_v": True, "q_block": 1},
     "int8 blocks": {"qk_format": "int8", "rotate": True},
 }

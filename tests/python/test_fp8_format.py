@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,6 +40,8 @@ def inputs(
         ({"v_block": 1}, "v_block is 1: must be 0 or a multiple of 128 keys"),
         ({"v_block": 128.0}, "v_block is 128.0: must be an int; pass int(v_block)"),
         ({"seed": -1}, "seed is -1: must be between 0 and 2**63 - 1"),
+        ({"rotate_block": 8}, "rotate_block is 8: must be 0 or 4"),
+        ({"rotate": False, "rotate_block": 4}, "rotate_block is 4: must be 0 or 4, and 0 where rotate is False"),
     ],
 )
 def test_recipe_fields(change: dict[str, object], message: str) -> None:
@@ -52,24 +55,27 @@ def test_recipe_codes_and_words() -> None:
         assert fh.Fp8Recipe.parse(recipe.code) == recipe
         assert hash(fh.Fp8Recipe.parse(recipe.code)) == hash(recipe)
     assert "int8 QK^T" in str(fh.Fp8Recipe())
-    assert "rotated" not in str(fh.Fp8Recipe.e4m3())
-    for code in ("", "int8,1", "int8,1,1,1,1,128,128,1,x"):
+    assert "rotated by 4 columns" in str(fh.Fp8Recipe.e4m3())
+    assert "rotated, keys" in str(fh.Fp8Recipe())
+    assert "rotated" not in str(fh.Fp8Recipe(rotate=False))
+    for code in ("", "int8,1", "int8,1,1,1,1,128,128,1,1", "int8,1,1,1,1,128,128,1,1,x"):
         with pytest.raises(ValueError, match=r"recipe is .*: must be Fp8Recipe\.code"):
             fh.Fp8Recipe.parse(code)
 
 
+@pytest.mark.parametrize("rotate_block", [0, 4])
 @pytest.mark.parametrize("columns", sorted(rotation.BLOCK_COLUMNS))
-def test_the_rotation_is_orthogonal(columns: int) -> None:
-    matrix = rotation.rotate(torch.eye(columns, dtype=torch.float64), 5)
+def test_the_rotation_is_orthogonal(columns: int, rotate_block: int) -> None:
+    matrix = rotation.rotate(torch.eye(columns, dtype=torch.float64), 5, rotate_block)
     identity = torch.eye(columns, dtype=torch.float64)
     torch.testing.assert_close(matrix @ matrix.mT, identity, rtol=0, atol=1e-12)
-    torch.testing.assert_close(rotation.unrotate(matrix, 5), identity, rtol=0, atol=1e-12)
-    block = rotation.BLOCK_COLUMNS[columns]
+    torch.testing.assert_close(rotation.unrotate(matrix, 5, rotate_block), identity, rtol=0, atol=1e-12)
+    block = rotate_block or rotation.BLOCK_COLUMNS[columns]
     # Aligned blocks, each full of +-1 / sqrt(block): an outlier of one column is spread over its block.
     outside = torch.block_diag(*(torch.ones(block, block) for _ in range(columns // block))) == 0
     assert (matrix[outside] == 0).all()
     torch.testing.assert_close(matrix[~outside].abs().unique(), torch.tensor([block**-0.5]).double())
-    assert not torch.equal(matrix, rotation.rotate(identity, 6))
+    assert not torch.equal(matrix, rotation.rotate(identity, 6, rotate_block))
 
 
 def test_signs_are_the_same_everywhere() -> None:
@@ -154,6 +160,8 @@ def test_round_trip(data: st.DataObject) -> None:
         data.draw(st.sampled_from((0, 128, 256))),
         seed=data.draw(st.integers(0, 3)),
     )
+    if recipe.rotate and data.draw(st.booleans()):
+        recipe = replace(recipe, rotate_block=4)
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     q, k, v = inputs(seqlen_q, seqlen_k, kv_heads * group, kv_heads, dim, dim_v)
     k = k + 3
@@ -170,7 +178,7 @@ def test_round_trip(data: st.DataObject) -> None:
         error = (back - x.double()).abs()
         # Half a step: of int8 0.5, of e4m3 at its largest 16. Rotated, errors of a row add up as vectors.
         bound = spread(scale, block, rows).double().transpose(1, 2) * (0.5 if kind == "int8" else 16.0) * 1.001 + 1e-6
-        columns = rotation.BLOCK_COLUMNS[qkv.q.shape[3]] if is_rotated else 1
+        columns = recipe.rotate_block or rotation.BLOCK_COLUMNS[qkv.q.shape[3]] if is_rotated else 1
         assert (error.amax(-1) <= bound * columns**0.5).all()
 
 

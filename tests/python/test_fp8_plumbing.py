@@ -114,7 +114,7 @@ def test_the_quantisers_arguments(module: Fp8Module, name: str) -> None:
     q, k, v = inputs(dim_v=24)
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
     qkv = fh.quantize_fp8(q, k, v, recipe)
-    ((views, outputs, signs, sizes, columns, dtype, code, flags, q_block, offsets, totals, stream),) = module.quantized
+    ((views, outputs, signs, sizes, columns, dtype, code, flags, blocks, offsets, totals, stream),) = module.quantized
     assert views == [(x.data_ptr(), *x.stride()[:3]) for x in (q, k, v)]
     data = (qkv.q, qkv.k, qkv.v, qkv.q_scale, qkv.k_scale, qkv.v_scale, qkv.lse_shift, qkv.k_mean, qkv.v_mean)
     assert outputs == tuple(0 if x is None else x.data_ptr() for x in data)
@@ -122,7 +122,8 @@ def test_the_quantisers_arguments(module: Fp8Module, name: str) -> None:
     assert (sizes, columns) == ((2, 4, 2, 9, 140, 40, 24, -1, -1), (64, 64))
     assert (dtype, code) == (module.BF16, module.INT8 if name == "accurate" else module.E4M3)
     assert flags == 1 * recipe.rotate + 2 * recipe.smooth_k + 4 * recipe.center_v
-    assert (q_block, offsets, totals, stream) == (recipe.q_block, (0,) * 5, (0, 0), 55)
+    assert blocks == (recipe.q_block, recipe.rotate_block)
+    assert (offsets, totals, stream) == ((0,) * 5, (0, 0), 55)
     # The same tensors, shape by shape, as the torch quantiser makes.
     expected = torch_quantizer.quantize(q, k, v, recipe)
     for a, b in zip(vars(qkv).values(), vars(expected).values(), strict=True):
@@ -186,7 +187,7 @@ def test_packed_sequences_run_both_kernels(module: Fp8Module, q_block: int) -> N
     offsets = (cu_q.data_ptr(), cu_k.data_ptr(), 0, used.data_ptr())
     sizes = (3, 4, 2, 5, 140, 40, 40)
     assert quantised_as[0] == (*sizes, -1, -1)
-    assert quantised_as[-4:] == [q_block, (*offsets, 0), (9, 150), 55]
+    assert quantised_as[-4:] == [(q_block, 0), (*offsets, 0), (9, 150), 55]
     ((tensors, view, lse_address, _, problem, columns, keys, blocks, *numbers, where, totals, stream),) = (
         module.attended
     )

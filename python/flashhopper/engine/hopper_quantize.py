@@ -57,6 +57,7 @@ class Numbers(NamedTuple):
     smooth_k: bool = False  # subtract the mean of the keys over the sequence
     center_v: bool = False  # the same of the values
     q_block: int = BLOCK_ROWS  # rows of q that share a scale, 1 or 128
+    rotate_block: int = 0  # columns of the Hadamard matrix: 4, or 0 for as many as divide D
 
 
 PLAIN = Numbers()
@@ -179,7 +180,7 @@ def _launch(
         hopper.dtype_code(q.dtype),
         hopper.module.INT8 if numbers.qk_format == "int8" else hopper.module.E4M3,
         ROTATE * (signs is not None) + SMOOTH_K * numbers.smooth_k + CENTER_V * numbers.center_v,
-        numbers.q_block,
+        (numbers.q_block, numbers.rotate_block),
         offsets,
         totals,
         torch._C._cuda_getCurrentRawStream(index),

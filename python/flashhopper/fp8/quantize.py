@@ -55,7 +55,7 @@ class Fp8QKV:
         v = formats.restore_keys(self.v.double()).permute(0, 3, 1, 2)[:, : self.seqlen_k]
         v = v * _per_row(self.v_scale, recipe.v_block, self.seqlen_k)
         if recipe.rotate:
-            q, k = rotation.unrotate(q, recipe.seed), rotation.unrotate(k, recipe.seed)
+            q, k = (rotation.unrotate(x, recipe.seed, recipe.rotate_block) for x in (q, k))
         if self.k_mean is not None:
             k = k + self.k_mean[:, None]
         if self.v_mean is not None:
@@ -93,7 +93,7 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recip
         v_mean = _mean(wide_v)
         wide_v = wide_v - v_mean[:, None]
     if recipe.rotate:
-        wide_q, wide_k = rotation.rotate(wide_q, recipe.seed), rotation.rotate(wide_k, recipe.seed)
+        wide_q, wide_k = (rotation.rotate(x, recipe.seed, recipe.rotate_block) for x in (wide_q, wide_k))
     q8, q_scale = _quantize_rows(wide_q, recipe.q_block, recipe.qk_format)
     k8, k_scale = _quantize_rows(wide_k, recipe.k_block, recipe.qk_format)
     v8, v_scale = _quantize_rows(wide_v, recipe.v_block, "e4m3")

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .rotation import QUAD
+
 QK_FORMATS = ("int8", "e4m3")
 # Layers with hot channels lose more or less as the signs fall: of seeds 0 to 7 this one has the least error in the
 # worst layer of the model that docs/numerics.md measures.
 DEFAULT_SEED = 2
+E4M3_SEED = 7  # the same, of e4m3(), whose rotation is another
 TILE_KEYS = 128  # keys of one step of the attention kernel; block scales of K and V change between steps only
 
 
@@ -21,10 +24,12 @@ class Fp8Recipe:
 
     Attributes:
         qk_format: of queries and keys, "int8" (uniform steps: wants `rotate`) or "e4m3" (a float; real keys lose by
-            rotation). Values and probabilities are e4m3 in either case.
+            wide rotation). Values and probabilities are e4m3 in either case.
         rotate: multiply queries and keys by one random-sign Hadamard matrix, which leaves their products as they are
             and spreads outliers over the head dimension (QuaRot, Ashkboos et al. 2024; FlashAttention-3, Shah et al.
             2024, "incoherent processing").
+        rotate_block: columns that are rotated together: 0, as many as there are (the largest power of two that divides
+            the computed head dimension), or 4, which spreads a single element but keeps hot channels among few.
         smooth_k: subtract each channel's mean over the sequence from the keys; softmax does not change, lse gets the
             query's product with the mean back (SageAttention, Zhang et al. 2024).
         center_v: subtract each channel's mean over the sequence from the values, and add it to the output: the weights
@@ -53,6 +58,7 @@ class Fp8Recipe:
     v_block: int = TILE_KEYS
     two_level: bool = True
     seed: int = DEFAULT_SEED
+    rotate_block: int = 0
     code: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,7 +69,7 @@ class Fp8Recipe:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f"{name} is {value!r}: must be True or False; pass bool({name})")
-        for name in ("q_block", "k_block", "v_block", "seed"):
+        for name in ("q_block", "k_block", "v_block", "seed", "rotate_block"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} is {value!r}: must be an int; pass int({name})")
@@ -81,10 +87,13 @@ class Fp8Recipe:
             )
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}: must be between 0 and 2**63 - 1; the default is {DEFAULT_SEED}")
+        if self.rotate_block not in (0, QUAD) or (self.rotate_block and not self.rotate):
+            rule = f"must be 0 or {QUAD}, and 0 where rotate is False; 0 rotates as many columns as there are together"
+            raise ValueError(f"rotate_block is {self.rotate_block}: {rule}")
         # Made here, not on demand: a compiled graph with dynamic shapes takes integers of its inputs for symbols.
         flags = f"{self.rotate:d},{self.smooth_k:d},{self.center_v:d}"
         blocks = f"{self.q_block},{self.k_block},{self.v_block}"
-        code = f"{self.qk_format},{flags},{blocks},{self.two_level:d},{self.seed}"
+        code = f"{self.qk_format},{flags},{blocks},{self.two_level:d},{self.seed},{self.rotate_block}"
         object.__setattr__(self, "code", code)
 
     @classmethod
@@ -94,11 +103,10 @@ class Fp8Recipe:
 
     @classmethod
     def e4m3(cls) -> Fp8Recipe:
-        """e4m3 throughout: a scale a row of queries, keys smoothed, values centred, no rotation: real keys mind it.
-
-        Not for inputs with large outliers in single elements: those want rotation, that is paper() or accurate().
+        """e4m3 throughout: a scale a row of queries, keys smoothed, values centred, rotation of four columns at a time:
+        wide rotation spreads the hot channels of real keys over all.
         """
-        return cls(qk_format="e4m3", rotate=False)
+        return cls(qk_format="e4m3", rotate_block=QUAD, seed=E4M3_SEED)
 
     @classmethod
     def paper(cls) -> Fp8Recipe:
@@ -111,15 +119,16 @@ class Fp8Recipe:
     def parse(cls, code: str) -> Fp8Recipe:
         """The recipe that `code` names."""
         qk_format, *numbers = code.split(",")
-        if len(numbers) != 8 or not all(number.isdecimal() for number in numbers):
+        if len(numbers) != 9 or not all(number.isdecimal() for number in numbers):
             raise ValueError(f"recipe is {code!r}: must be Fp8Recipe.code, such as {cls().code!r}")
-        rotate, smooth_k, center_v, q_block, k_block, v_block, two_level, seed = map(int, numbers)
+        rotate, smooth_k, center_v, q_block, k_block, v_block, two_level, seed, rotate_block = map(int, numbers)
         flags = bool(rotate), bool(smooth_k), bool(center_v)
-        return cls(qk_format, *flags, q_block, k_block, v_block, bool(two_level), seed)
+        return cls(qk_format, *flags, q_block, k_block, v_block, bool(two_level), seed, rotate_block)
 
     def __str__(self) -> str:
         parts = [f"{self.qk_format} QK^T, e4m3 PV"]
-        parts += [text for text, is_on in (("rotated", self.rotate), ("keys smoothed", self.smooth_k)) if is_on]
+        rotated = f"rotated by {self.rotate_block} columns" if self.rotate_block else "rotated"
+        parts += [text for text, is_on in ((rotated, self.rotate), ("keys smoothed", self.smooth_k)) if is_on]
         parts += ["values centred"] if self.center_v else []
         parts.append(f"scales q {_rows(self.q_block)}, k {_rows(self.k_block)}, v {_rows(self.v_block)}")
         parts.append("two-level sums" if self.two_level else "one-level sums")

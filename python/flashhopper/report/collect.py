@@ -36,6 +36,7 @@ _BEST = Fp8Recipe.accurate()
 ABLATIONS: tuple[tuple[str, str, Fp8Recipe], ...] = (
     ("qk_format='e4m3'", "queries and keys in e4m3 in place of int8", replace(_BEST, qk_format="e4m3")),
     ("rotate=False", "no rotation", replace(_BEST, rotate=False)),
+    ("rotate_block=4", "rotation of four columns at a time", replace(_BEST, rotate_block=4)),
     ("smooth_k=False", "keys not smoothed", replace(_BEST, smooth_k=False)),
     ("center_v=False", "values not centred", replace(_BEST, center_v=False)),
     ("q_block=128", "a scale for 128 rows of queries", replace(_BEST, q_block=128)),

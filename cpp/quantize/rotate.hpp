@@ -21,7 +21,7 @@ FLASHHOPPER_DEVICE void rotate_chunks(float (&x)[Shape::kElements], float const*
   FLASHHOPPER_UNROLL
   for (int i = 0; i < Shape::kChunks; ++i) {
     float* const chunk = x + 16 * i;
-    auto const* const sign = reinterpret_cast<float4 const*>(signs + Shape::loaded_group(lane, i) * 16);
+    auto const* const sign = reinterpret_cast<float4 const*>(signs + chunk_columns<Shape>(lane, i));
     FLASHHOPPER_UNROLL
     for (int e = 0; e < 16; e += 4) {
       float4 const s = sign[e / 4];

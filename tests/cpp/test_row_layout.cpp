@@ -1,5 +1,6 @@
 // The rows' kernel of the quantiser: every vector has a place of its own in shared memory, neither the copies of a warp
-// nor the reads of its threads meet in a bank, and lanes load and store each group of 16 columns once.
+// nor the reads of its threads, of rows, signs or means, meet in a bank, and lanes load and store each group of 16
+// columns once.
 #include <set>
 
 #include "check.hpp"
@@ -18,7 +19,7 @@ struct Banks {
 
 template <class Shape>
 void places() {
-  constexpr int kVectors = Shape::kHeadDim / 8;
+  constexpr int kVectors = Shape::kVectors;
   std::set<int> seen;
   for (int r = 0; r < Shape::kWarpRows; ++r) {
     for (int v = 0; v < kVectors; ++v) seen.insert(row_place<Shape>(r, v));
@@ -47,7 +48,7 @@ void reads() {
 
 template <class Shape>
 void copies() {
-  constexpr int kVectors = Shape::kHeadDim / 8;
+  constexpr int kVectors = Shape::kVectors;
   for (int i = 0; i < Shape::kWarpRows; i += Shape::kCopyRows) {
     for (int j = 0; j < kVectors; j += Shape::kCopyVectors) {
       for (int quarter = 0; quarter < 32; quarter += 8) {
@@ -76,9 +77,29 @@ void groups() {
     }
   }
   for (auto const& all : {loaded, stored}) {
-    CHECK(static_cast<int>(all.size()) == Shape::kHeadDim / 16);
-    CHECK(*all.begin() == 0 && *all.rbegin() == Shape::kHeadDim / 16 - 1);
+    CHECK(static_cast<int>(all.size()) == Shape::kColumns / 16);
+    CHECK(*all.begin() == 0 && *all.rbegin() == Shape::kColumns / 16 - 1);
   }
+}
+
+// The lanes of a row read signs and means of as many columns at once, 16 bytes each.
+template <class Shape>
+void columns() {
+  std::set<int> seen;
+  for (int i = 0; i < Shape::kChunks; ++i) {
+    for (int e = 0; e < 16; e += 4) {
+      Banks banks;
+      for (int lane = 0; lane < Shape::kLanes; ++lane) {
+        int const place = column_place(Shape::loaded_group(lane, i) * 16 + e);
+        CHECK(place == chunk_columns<Shape>(lane, i) + e && place % 4 == 0);
+        CHECK(place + 4 <= column_places(Shape::kColumns));
+        seen.insert(place);
+        banks.add(place / 4);
+      }
+      CHECK(static_cast<int>(banks.seen.size()) == Shape::kLanes);
+    }
+  }
+  CHECK(static_cast<int>(seen.size()) == Shape::kColumns / 4);
 }
 
 // Where an exchange leaves columns: a lane's bit and a chunk's bit have changed places.
@@ -103,7 +124,8 @@ void check_shape() {
   reads<Shape>();
   copies<Shape>();
   groups<Shape>();
-  CHECK(Shape::kExchange == (kRotation == Rotation::kWide && kDim != 96 && kDim != 192));
+  columns<Shape>();
+  CHECK(Shape::kExchange == (kRotation == Rotation::kWide && kDim != 96));
   if constexpr (Shape::kExchange) exchanges<Shape>();
 }
 

@@ -202,6 +202,7 @@ DIMS = (
     (128, 128),
     (192, 192),
     (192, 128),
+    (168, 168),
     (256, 256),
     (8, 8),
     (40, 72),
@@ -267,7 +268,7 @@ def strided(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["heads first", "packed", "odd rows", "every second row", "expanded"])
-@pytest.mark.parametrize("dims", [(128, 128), (72, 256)], ids=str)
+@pytest.mark.parametrize("dims", [(128, 128), (72, 256), (192, 192)], ids=str)
 def test_strides(dims: tuple[int, int], kind: str) -> None:
     case = replace(Case(head_dim=dims[0], head_dim_v=dims[1]), **RECIPES["accurate"])
     inputs = draw(case)

@@ -153,19 +153,27 @@ struct KeyConsumer : BackwardConsumer<Traits> {
         issue_gemm<Accumulate::kFresh>(mma_dq, tQrDS(_, _, _, last.slot), recomputed(tQrK), tQrQ);
         issue_gemm<Accumulate::kAdd>(mma_dv, tVrP, tVrDO(_, _, _, at.slot), tVrV);
         issue_gemm<Accumulate::kAdd>(mma_dk, tKrDS, tKrQ(_, _, _, at.slot), tKrK);
-        warpgroup_wait<2>();
-        warpgroup_fence_operand(tQrQ);
-        // Written while dV and dK are computed, which leave shared memory half of its time.
-        if (has_last) this->write_dq(dq, at.slot ^ 1);  // one part a step: the position is the parity
-        publish(storage.ds_full[at_ds.slot], has_last);
+        // dQ is written while dV and dK are computed, which leave shared memory half of its time, or while dK and the
+        // next scores are.
+        auto const send_dq = [&] {
+          if (has_last) this->write_dq(dq, at.slot ^ 1);  // one part a step: the position is the parity
+          publish(storage.ds_full[at_ds.slot], has_last);
+        };
+        if constexpr (!Traits::kConfig.scores_first) {
+          warpgroup_wait<2>();
+          warpgroup_fence_operand(tQrQ);
+          send_dq();
+        }
         auto next = at;
         next.advance();
         if (left > 1) storage.q_full[next.slot].wait(next.phase);
         is_masked = storage.step[next.slot].is_masked;
         warpgroup_wait<1>();
+        if constexpr (Traits::kConfig.scores_first) warpgroup_fence_operand(tQrQ);
         warpgroup_fence_operand(tVrV);
         issue_gemm<Accumulate::kFresh>(mma_s, recomputed(tSrK), tSrQ(_, _, _, next.slot), tSrS);
         this->release(storage.dout_empty[at.slot]);
+        if constexpr (Traits::kConfig.scores_first) send_dq();
         if (left > 1) storage.dout_full[next.slot].wait(next.phase);
         warpgroup_wait<1>();
         warpgroup_fence_operand(tKrK);

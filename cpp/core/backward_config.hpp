@@ -22,11 +22,12 @@ struct BackwardConfig {
   int q_stages;     // depth of the Q ring
   int dout_stages;  // depth of the dO ring; 1 where shared memory does not suffice
   Share share;
+  bool scores_first = false;  // by keys: the next step's scores are issued before a step's dQ leaves the registers
 };
 
 // clang-format off: one row a line, cmake/instances.cmake reads them.
 inline constexpr BackwardConfig kBackwardConfigs[] = {
-    {.name = "bwd_hd64_m128_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 128, .tile_n = 128, .q_stages = 2, .dout_stages = 2, .share = Share::kKeys},
+    {.name = "bwd_hd64_m128_n128", .head_dim = 64, .head_dim_v = 64, .tile_m = 128, .tile_n = 128, .q_stages = 2, .dout_stages = 2, .share = Share::kKeys, .scores_first = true},
     {.name = "bwd_hd128_m64_n128", .head_dim = 128, .head_dim_v = 128, .tile_m = 64, .tile_n = 128, .q_stages = 2, .dout_stages = 2, .share = Share::kKeys},
     {.name = "bwd_hd192_dv128_m64_n64", .head_dim = 192, .head_dim_v = 128, .tile_m = 64, .tile_n = 64, .q_stages = 2, .dout_stages = 2, .share = Share::kColumns},
     {.name = "bwd_hd192_m64_n64", .head_dim = 192, .head_dim_v = 192, .tile_m = 64, .tile_n = 64, .q_stages = 2, .dout_stages = 2, .share = Share::kColumns},
@@ -87,7 +88,8 @@ constexpr bool is_valid(BackwardConfig const& config) {
   int const row_registers = columns / 2 + config.tile_m * 5 / 4;
   return smem_bytes(config) <= kMaxSmemBytes && config.tile_n == (by_keys ? 128 : 64) &&
          (config.tile_m == 64 || (by_keys && config.tile_m == 128)) && config.head_dim_v <= config.head_dim &&
-         config.head_dim % 64 == 0 && config.head_dim_v % 64 == 0 && row_registers <= kBackwardConsumerRegisters;
+         (by_keys || !config.scores_first) && config.head_dim % 64 == 0 && config.head_dim_v % 64 == 0 &&
+         row_registers <= kBackwardConsumerRegisters;
 }
 
 // The row of this name, or -1.

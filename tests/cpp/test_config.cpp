@@ -147,6 +147,9 @@ void backward_validity_can_fail() {
   row = good;
   row.share = Share::kColumns;  // with tiles made for the other way to share
   CHECK(!is_valid(row));
+  row = kBackwardConfigs[find_backward_config("bwd_hd256_m64_n64")];
+  row.scores_first = true;  // by keys only
+  CHECK(!is_valid(row));
   row = good;
   row.head_dim = row.head_dim_v = 256;  // more registers than a thread has
   row.tile_m = 64;

@@ -4,6 +4,7 @@ bit. Means, whose order of additions differs, are held to float64, and what foll
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -63,6 +64,7 @@ def draw(case: Case, seed: int = 0) -> Tensors:
     )
 
 
+@functools.cache  # a graph cannot copy them from the host
 def signs_of(case: Case) -> torch.Tensor | None:
     columns, _ = computed_head_dims(case.head_dim, case.head_dim)
     drawn = torch.randint(0, 2, (columns,), generator=torch.Generator().manual_seed(7))
@@ -160,7 +162,7 @@ def check(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: tor
         wide_v = wide_v - found.v_mean[:, None]
     norm = 1.0
     if (signs := signs_of(case)) is not None:
-        block = HADAMARD[wide_q.shape[-1]]
+        block = case.rotate_block or HADAMARD[wide_q.shape[-1]]
         wide_q, wide_k = hadamard(wide_q * signs, block), hadamard(wide_k * signs, block)
         norm = 1.0 / math.sqrt(block)
     for name, x, q_block in (("q", wide_q, case.q_block), ("k", wide_k, 128)):

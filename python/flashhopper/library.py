@@ -102,8 +102,10 @@ def _resolve_fake(
     is_packed: bool,
     softmax_scale: float,
 ) -> None:
-    """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
-    if backend == "hopper" or (backend == "auto" and q.device.type == "cuda"):
+    """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them. A
+    fake on the CPU may stand for a shard on a GPU (DTensor's propagation makes such): the real call judges the device.
+    """
+    if q.device.type == "cuda":
         sizes = (int(head_dim), int(head_dim_v), int(window_left), int(window_right))
         resolve(backend, q, *sizes, softcap, has_sink, is_packed, float(softmax_scale))
 

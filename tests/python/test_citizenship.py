@@ -76,6 +76,28 @@ def test_fakes_tell_the_truth(dtype: torch.dtype) -> None:
         assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
 
 
+def test_fakes_on_the_cpu_may_stand_for_shards_on_a_gpu() -> None:
+    """DTensor propagates sharding with fakes on the CPU, whatever the mesh; the call itself judges the device."""
+    q, k, v = (torch.randn(2, 5, heads, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    numbers = (0.125, -1, 0)
+    code = fh.Fp8Recipe().code
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (q, k, v)]
+        flat = [x.flatten(0, 1) for x in fakes]
+        offsets = torch.tensor([0, 5, 10], dtype=torch.int32)
+        packing = (offsets, offsets, None, None, 5, 5)
+        dense = torch.ops.flashhopper.forward(*fakes, None, *numbers, 0.0, 0, False, "hopper")
+        eight = torch.ops.flashhopper.fp8_forward(*fakes, code, *numbers, 0, False, "hopper")
+        packed = torch.ops.flashhopper.varlen_forward(*flat, *packing, None, *numbers, 0.0, 0, False, "hopper")
+        packed8 = torch.ops.flashhopper.fp8_varlen_forward(*flat, code, *packing, *numbers, 0, False, "hopper")
+    for out, lse in (dense, eight):
+        assert (out.shape, lse.shape) == ((2, 5, 4, 64), (2, 4, 5))
+    for out, lse in (packed, packed8):
+        assert (out.shape, lse.shape) == ((10, 4, 64), (4, 10))
+    with pytest.raises(RuntimeError, match="q is on cpu, not on a CUDA device"):
+        torch.ops.flashhopper.forward(q, k, v, None, *numbers, 0.0, 0, False, "hopper")
+
+
 def test_meta_tensors() -> None:
     q, k, v = (x.to("meta") for x in dense())
     out = fh.flash_attn_func(q, k, v, causal=True)

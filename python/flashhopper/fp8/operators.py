@@ -129,13 +129,9 @@ def _forward8_fake(*arguments: Any) -> tuple[_Tensor, _Tensor]:
 
 def _resolve_fake(device: torch.device, dims: tuple[int, int], code: str, scale: float, backend: str) -> None:
     """Refuse under fake tensors what the real call would refuse; sizes stay symbolic where nothing depends on them."""
-    if _is_decided_by_device(device, backend):
+    if device.type == "cuda":  # else as library._resolve_fake()
         head_dim, head_dim_v = dims
         resolve(device, (int(head_dim), int(head_dim_v)), Fp8Recipe.parse(code), float(scale), backend)
-
-
-def _is_decided_by_device(device: torch.device, backend: str) -> bool:
-    return backend == "hopper" or (backend == "auto" and device.type == "cuda")
 
 
 def fp8_forward(
@@ -203,7 +199,7 @@ def fp8_varlen_forward(
 def _fp8_varlen_forward_fake(q: _Tensor, k: _Tensor, v: _Tensor, recipe: str, *rest: Any) -> tuple[_Tensor, _Tensor]:
     _, total_q, heads, head_dim, _, _, head_dim_v = checks.packed(q, k, v, *rest[:6])
     scale, backend = rest[6], rest[-1]
-    if _is_decided_by_device(q.device, backend):
+    if q.device.type == "cuda":
         resolve_packed(q, (int(head_dim), int(head_dim_v)), Fp8Recipe.parse(recipe), float(scale), backend)
     return q.new_empty((total_q, heads, head_dim_v)), q.new_empty((heads, total_q), dtype=torch.float32)
 

@@ -50,6 +50,7 @@ struct RowsOperand {
   int mean_heads;
   Divisor by_group;  // divides by heads / mean_heads
   int per_row;       // a scale for each row, not for each block
+  int power_scales;  // scales are powers of two: equal rows of several blocks become the same numbers
 };
 
 struct RowsArgs {

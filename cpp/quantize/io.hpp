@@ -168,6 +168,12 @@ inline constexpr float kLeastAmax = 1e-12f;  // a block of zeros keeps a finite 
 
 FLASHHOPPER_DEVICE float scale_of(float amax, float most) { return __fdiv_rn(fmaxf(amax, kLeastAmax), most); }
 
+// The least power of two that is not below x, which is normal and positive. Infinity and NaN become infinity or NaN.
+FLASHHOPPER_DEVICE float next_power_of_two(float x) {
+  constexpr uint32_t kMantissa = 0x7fffffu;
+  return __uint_as_float((__float_as_uint(x) + kMantissa) & ~kMantissa);
+}
+
 // Largest value of a warp, in every lane.
 FLASHHOPPER_DEVICE float warp_max(float value) {
   FLASHHOPPER_UNROLL

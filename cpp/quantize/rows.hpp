@@ -263,7 +263,8 @@ FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, QuantizeTask cons
   for (int r = 0; r < Shape::kRows; ++r) {
     int const position = first + r * Shape::kRowsPerPass;
     if (position >= at.seqlen) continue;
-    float const scale = scale_of(amax[r], most);
+    float scale = scale_of(amax[r], most);
+    if (operand.power_scales) scale = next_power_of_two(scale);
     float const factor = Shape::kNorm * __frcp_rn(scale);
     uint8_t* const to = operand.data + at.row(operand.blocks, position) * Shape::kHeadDim + part * Shape::kColumns;
     if (is_int8) {

@@ -247,6 +247,7 @@ void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {
   k.scale = p.k_scale;
   k.mean = p.k_mean;
   k.subtract = 1;
+  k.power_scales = p.format == FLASHHOPPER_E4M3;
   k.mean_heads = static_cast<int>(p.kv_heads);
 }
 

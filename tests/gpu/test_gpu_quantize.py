@@ -90,7 +90,9 @@ def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
     return x
 
 
-def codes(x: torch.Tensor, norm: float, block: int, qk_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def codes(
+    x: torch.Tensor, norm: float, block: int, qk_format: str, power_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 (batch, rows, heads, columns), norm times smaller than it stands there, to 8-bit bytes and scales."""
     most = torch.tensor(127.0 if qk_format == "int8" else 448.0, device=x.device)
     rows = x.shape[1]
@@ -100,6 +102,9 @@ def codes(x: torch.Tensor, norm: float, block: int, qk_format: str) -> tuple[tor
     padded = torch.nn.functional.pad(amax, (0, 0, 0, blocks * block - rows))
     amax = padded.view(x.shape[0], blocks, block, x.shape[2]).amax(2)
     scale = amax.clamp(min=1e-12) / most
+    if power_scales:
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.where(mantissa == 0.5, 0.5, 1.0), exponent)
     inverse = factor * (1.0 / scale)
     y = x * inverse.repeat_interleave(block, 1)[:, :rows, :, None]
     if qk_format == "int8":
@@ -166,7 +171,7 @@ def check(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: tor
         wide_q, wide_k = hadamard(wide_q * signs, block), hadamard(wide_k * signs, block)
         norm = 1.0 / math.sqrt(block)
     for name, x, q_block in (("q", wide_q, case.q_block), ("k", wide_k, 128)):
-        data, scale = codes(x, norm, q_block, case.qk_format)
+        data, scale = codes(x, norm, q_block, case.qk_format, name == "k" and case.qk_format == "e4m3")
         same(f"{name}_scale", getattr(found, f"{name}_scale"), scale)
         same(name, getattr(found, name), data)
     data, scale = codes(wide_v, 1.0, 128, "e4m3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -192,6 +193,24 @@ def test_scales_are_those_of_their_blocks() -> None:
     int8 = fh.quantize_fp8(q, k, v, fh.Fp8Recipe("int8", False, False, False, 1))
     assert torch.equal(int8.q_scale, (q.float().abs().amax(-1) / 127).transpose(1, 2))
     assert int8.q.abs().max() == 127
+
+
+@pytest.mark.parametrize("k_block", [1, 128, 256])
+def test_equal_keys_of_several_blocks_become_the_same_numbers(k_block: int) -> None:
+    """Where keys are a float: their scales are powers of two, which no rounding sees."""
+    q, k, v = inputs(seqlen_k=384)
+    k[:, 1::128] = 3 * k[:, :1]  # of several blocks, whose largest elements differ
+    k[:, 200] *= 5
+    recipe = fh.Fp8Recipe(qk_format="e4m3", smooth_k=False, k_block=k_block)
+    qkv = fh.quantize_fp8(q, k, v, recipe)
+    mantissa, _ = torch.frexp(qkv.k_scale)
+    assert (mantissa == 0.5).all()
+    assert qkv.k_scale.unique().numel() > 1
+    _, back, _ = qkv.to_reference()
+    assert torch.equal(back[:, 1], back[:, 129])
+    assert torch.equal(back[:, 1], back[:, 257])
+    least = formats.next_power_of_two(torch.tensor([1.0, 1.5, 2.0, 2.0**-40, 3e-30]))
+    assert least.tolist() == [1.0, 2.0, 2.0, 2.0**-40, 2.0 ** math.ceil(math.log2(3e-30))]
 
 
 def test_zeros_and_no_keys() -> None:

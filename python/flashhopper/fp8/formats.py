@@ -35,6 +35,11 @@ def padded_keys(seqlen_k: int) -> int:
     return -(-seqlen_k // 128) * 128
 
 
+def next_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """The least powers of two that are not below x: float32, contiguous, normal, positive."""
+    return ((x.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+
+
 def permute_keys(x: torch.Tensor) -> torch.Tensor:
     """Bring the last dimension, keys (a multiple of 16), into the order in which score accumulators hold them.
 

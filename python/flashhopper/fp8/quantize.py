@@ -95,7 +95,7 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recip
     if recipe.rotate:
         wide_q, wide_k = (rotation.rotate(x, recipe.seed, recipe.rotate_block) for x in (wide_q, wide_k))
     q8, q_scale = _quantize_rows(wide_q, recipe.q_block, recipe.qk_format)
-    k8, k_scale = _quantize_rows(wide_k, recipe.k_block, recipe.qk_format)
+    k8, k_scale = _quantize_rows(wide_k, recipe.k_block, recipe.qk_format, has_power_scales(recipe))
     v8, v_scale = _quantize_rows(wide_v, recipe.v_block, "e4m3")
     dtype = torch.bfloat16 if q.dtype == torch.float32 else q.dtype
     means = (lse_shift, k_mean, v_mean)
@@ -144,7 +144,16 @@ def _products(q: torch.Tensor, k_mean: torch.Tensor) -> torch.Tensor:
     return _packed(shift.reshape(batch, seqlen_q, heads).transpose(1, 2))
 
 
-def _quantize_rows(x: torch.Tensor, block: int, qk_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def has_power_scales(recipe: Fp8Recipe) -> bool:
+    """Whether the scales of keys are powers of two: equal keys of several blocks then become the same numbers, and what
+    rounding does to all of them alike cancels in the softmax. A float loses nothing by it.
+    """
+    return recipe.qk_format == "e4m3" and recipe.k_block != 0
+
+
+def _quantize_rows(
+    x: torch.Tensor, block: int, qk_format: str, power_scales: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 (batch, rows, heads, columns) -> 8-bit data of its shape and float32 scales (batch, heads, blocks)."""
     batch, rows, heads, _ = x.shape
     blocks = formats.block_count(rows, block)
@@ -155,5 +164,7 @@ def _quantize_rows(x: torch.Tensor, block: int, qk_format: str) -> tuple[torch.T
         amax = amax.view(batch, blocks, size, heads).amax(2)
     most = formats.INT8_MAX if qk_format == "int8" else formats.E4M3_MAX
     scale = _packed((amax.clamp_(min=formats.LEAST_AMAX) / most).transpose(1, 2))
+    if power_scales:
+        scale = formats.next_power_of_two(scale)
     per_row = spread(scale, block, rows).transpose(1, 2)[..., None]
     return _packed(formats.to_8bit(x / per_row, qk_format)), scale

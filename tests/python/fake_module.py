@@ -43,7 +43,7 @@ FORWARD_ADDRESSES = (
 )
 # The parameters of _C.quantize and of _C.transpose_values.
 QUANTIZE_PARAMETERS = (
-    *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "q_block"),
+    *("tensors", "outputs", "signs", "sizes", "columns", "dtype", "format", "flags", "blocks"),
     *("offsets", "totals", "stream"),
 )
 TRANSPOSE_PARAMETERS = ("v", "v8", "batch", "kv_heads", "seqlen_k", "head_dim_v", "stream")

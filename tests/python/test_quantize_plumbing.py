@@ -35,7 +35,7 @@ def test_call(module: FakeModule) -> None:
     assert 0 not in call["outputs"]
     assert call["signs"] == signs.data_ptr()
     assert call["sizes"] == (2, 4, 2, 130, 257, 72, 104, -1, -1)
-    assert (call["columns"], call["q_block"], call["stream"]) == ((96, 128), 1, module.stream)
+    assert (call["columns"], call["blocks"], call["stream"]) == ((96, 128), (1, 0), module.stream)
     assert (call["dtype"], call["format"], call["flags"]) == (module.BF16, module.INT8, 7)
     assert (call["offsets"], call["totals"]) == (NO_OFFSETS, (0, 0))
     shapes = [tuple(x.shape) for x in found if x is not None]
@@ -51,7 +51,7 @@ def test_call(module: FakeModule) -> None:
 def test_what_a_recipe_lacks_is_null(module: FakeModule, options: dict[str, bool], flags: int) -> None:
     found = quantize(*inputs(), Numbers(**options))  # type: ignore[arg-type]
     (call,) = module.quantize_calls
-    assert (call["flags"], call["signs"], call["format"], call["q_block"]) == (flags, 0, module.E4M3, 128)
+    assert (call["flags"], call["signs"], call["format"], call["blocks"]) == (flags, 0, module.E4M3, (128, 0))
     assert [address == 0 for address in call["outputs"][6:]] == [x is None for x in found[6:]]
     assert found.q_scale.shape == (2, 4, 2)
     assert found.q.dtype == torch.float8_e4m3fn

@@ -179,9 +179,13 @@ struct ScaledSoftmax {
   static constexpr float kNothing = -1e38f;
   float row_max[kRowsPerThread] = {kNothing, kNothing};
   float row_sum[kRowsPerThread] = {0.f, 0.f};  // of this thread's columns only, until finish()
+  // In a block whose every probability is below 1 (256 is the row's largest), many may round to zero and be missing in
+  // a sum of rounded ones: where one weight towers over 100,000 others, those are a third of what the row loses.
+  static constexpr float kFarBits = 8.f, kLeastRounded = 1.f / 1024;
+  bool is_far[kRowsPerThread] = {false, false};
 
   // Raises row r's maximum. Raw scores are zero + score; factor turns a score into base 2. Returns the factor for the
-  // earlier sum and output.
+  // earlier sum and output, which is 1 in a block that is far below the maximum.
   template <int kElements>
   FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r, float zero, float factor) {
     float even = scores[2 * r], odd = scores[2 * r + 1];
@@ -194,6 +198,7 @@ struct ScaledSoftmax {
     float block_max = quad_max(fmaxf(even, odd));
     if (zero != 0.f) block_max -= zero;
     float const raised = fmaxf(row_max[r], block_max * factor);
+    is_far[r] = block_max * factor < raised - kFarBits;
     float const rescale = fast_exp2(row_max[r] - raised);
     row_max[r] = raised;
     return rescale;
@@ -212,6 +217,16 @@ struct ScaledSoftmax {
 
   // The row sum of a block's probabilities joins the rescaled sum.
   FLASHHOPPER_HOST_DEVICE void add_sum(float sum, int r, float rescale) { row_sum[r] = row_sum[r] * rescale + sum; }
+
+  // The probabilities of row r that round to zero join the sum, if the block is far below the maximum: its rescale is 1.
+  template <int kElements>
+  FLASHHOPPER_HOST_DEVICE void add_lost(float const (&probabilities)[kElements], int r) {
+    FLASHHOPPER_UNROLL
+    for (int e = 0; e < kElements; ++e) {
+      if (accumulator_row(e) != r) continue;
+      row_sum[r] += is_far[r] && probabilities[e] < kLeastRounded ? probabilities[e] : 0.f;
+    }
+  }
 
   // As OnlineSoftmax's.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {

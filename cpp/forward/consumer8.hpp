@@ -121,6 +121,10 @@ struct Consumer8 : ForwardConsumer<Traits> {
           raised[1] = softmax.raise_max(scores, 1, kZero, factor[1]);
           softmax.exponentiate(scores, 1, kZero, factor[1]);
           end();
+          if (__any_sync(0xffffffffu, softmax.is_far[0] || softmax.is_far[1])) {
+            FLASHHOPPER_UNROLL
+            for (int r = 0; r < kRowsPerThread; ++r) softmax.add_lost(scores, r);
+          }
           rescale[0] = raised[0];
           rescale[1] = raised[1];
           change = scales.change;

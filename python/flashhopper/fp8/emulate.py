@@ -28,6 +28,8 @@ from .quantize import Fp8QKV, spread
 from .recipe import TILE_KEYS
 
 P_BITS = 8.0  # the largest probability is 2^8, below e4m3's 448
+LEAST_ROUNDED = 2.0**-10  # smaller weights round to zero
+FAR_BITS = 8.0  # a block that far below a row's maximum may consist of such
 UNIT_BITS = 80.0  # powers of two that may lie between the units of a row's sums
 ACCUMULATIONS = ("fp32", "14bit")
 ROW_SUMS = ("exact", "rounded")
@@ -173,14 +175,22 @@ def _walk(
         unit = torch.maximum(v_scale, largest * 2.0**-UNIT_BITS)
         change = torch.where(unit == 0, 1.0, unit_before / unit)
         tile = _scores(q_block, factor, keys, q_span, span, settings)
-        new_max = torch.maximum(row_max, tile.amax(dim=-1, keepdim=True))
+        block_max = tile.amax(dim=-1, keepdim=True)
+        new_max = torch.maximum(row_max, block_max)
         # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights 2^-inf = 0.
         base = new_max.masked_fill(new_max == -math.inf, 0.0)
         decay = torch.exp2(row_max - base)
         weights = tile.sub_(base - P_BITS).exp2_()
-        sums = None if settings.sums_rounded else weights.sum(dim=-1, keepdim=True)
-        weights = formats.round_e4m3_(weights)
-        row_sum = row_sum * decay + (weights.sum(dim=-1, keepdim=True) if sums is None else sums)
+        if settings.sums_rounded:
+            # A sum of rounded weights lacks those that round to zero, which count in a block far below the maximum.
+            is_lost = (weights < LEAST_ROUNDED) & (block_max < new_max - FAR_BITS)
+            sums = weights.mul(is_lost).sum(dim=-1, keepdim=True)
+            weights = formats.round_e4m3_(weights)
+            sums += weights.sum(dim=-1, keepdim=True)
+        else:
+            sums = weights.sum(dim=-1, keepdim=True)
+            weights = formats.round_e4m3_(weights)
+        row_sum = row_sum * decay + sums
         total = _add_values(total.mul_(decay * change), weights, keys.v[:, slice(*span)], settings)
         row_max = new_max
     total *= unit

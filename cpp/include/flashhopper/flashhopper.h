@@ -141,8 +141,8 @@ typedef struct {
 // for each row). D and Dv are the computed head dimensions, the next of 64, 96, 128, 192, 256; columns that head_dim
 // lacks are zeros. Before they are scaled, keys lose their mean (k_mean not null), values theirs (v_mean), and then
 // queries and keys are multiplied by the signs and by a Hadamard matrix over the root of its size (signs not null), on
-// aligned blocks of rotate_block columns: 4, or 0 for D (32 where D is 96, 64 where it is 192). scale = max(amax, 1e-12) / 448 for e4m3, /
-// 127 for int8. Every bit of the result is the same in every run.
+// aligned blocks of rotate_block columns: 4, or 0 for D (32 where D is 96, 64 where it is 192). scale = max(amax,
+// 1e-12) / 448 for e4m3, / 127 for int8. Every bit of the result is the same in every run.
 //
 // Packed sequences as in flashhopper_forward_params: blocks are counted from each sequence's first row, means are of
 // the rows that exist, and everything of a sequence is what a dense batch of it alone would give, bit for bit. What the

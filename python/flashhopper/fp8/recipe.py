@@ -14,7 +14,7 @@ QK_FORMATS = ("int8", "e4m3")
 # Layers with hot channels lose more or less as the signs fall: of seeds 0 to 7 this one has the least error in the
 # worst layer of the model that docs/numerics.md measures.
 DEFAULT_SEED = 2
-E4M3_SEED = 7  # the same, of e4m3(), whose rotation is another
+E4M3_SEED = 6  # the same, of e4m3(), whose rotation is another
 TILE_KEYS = 128  # keys of one step of the attention kernel; block scales of K and V change between steps only
 
 

@@ -294,8 +294,9 @@ FLASHHOPPER_DEVICE void quantize_block(RowsArgs const& args, RowsTask const& at,
   int const first = at.block * kScaleBlock + first_row<Shape>();
   FLASHHOPPER_UNROLL
   for (int r = 0; r < Shape::kRows; ++r) {
-    if constexpr (Shape::kHadamard > 1)
+    if constexpr (Shape::kHadamard > 1) {
       rotate_row<Shape>(x[r], storage.signs + columns, thread_index() % Shape::kLanes);
+    }
     amax[r] = 0.f;
     FLASHHOPPER_UNROLL
     for (int e = 0; e < Shape::kElements; ++e) amax[r] = fmaxf(amax[r], fabsf(x[r][e]));

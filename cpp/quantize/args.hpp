@@ -44,9 +44,8 @@ struct RowsOperand {
   RowBlocks blocks;
   uint8_t* data;      // (batch, seqlen, heads, computed head dim)
   float* scale;       // (batch, heads, scales of one head)
-  float const* mean;  // (batch, mean_heads, computed head dim), or null
+  float const* mean;  // (batch, mean_heads, computed head dim), rotated as the rows will be, or null
   float* shift;       // Q alone: (batch, heads, seqlen) row . mean, or null
-  int subtract;       // K: the mean is taken from the rows. Q: it is only multiplied with them
   int mean_heads;
   Divisor by_group;  // divides by heads / mean_heads
   int per_row;       // a scale for each row, not for each block
@@ -90,6 +89,9 @@ FLASHHOPPER_HOST_DEVICE Chunks chunks_of(int seqlen, int most) {
 
 struct MeansArgs {
   MeansOperand operands[2];  // k, v
+  float* rotated_k;          // like k's mean: times the signs and the Hadamard matrix, which is not divided by its root
+  float const* signs;        // of RowsArgs
+  int hadamard;              // columns of the matrix; 1: none
 };
 
 // Launches of one element type and computed head dimension; src/quantize_instance.cu.in defines them.

@@ -9,7 +9,7 @@ namespace flashhopper {
 
 inline constexpr int kMeanThreads = 1024;
 
-// One CTA a head.
+// One CTA a head. The mean of K is also wanted as rows.hpp meets it: times signs and Hadamard matrix.
 __global__ void __launch_bounds__(kMeanThreads) column_means_kernel(__grid_constant__ MeansArgs const args) {
   __shared__ float parts[kMeanThreads];
   allow_next();
@@ -31,10 +31,20 @@ __global__ void __launch_bounds__(kMeanThreads) column_means_kernel(__grid_const
   }
   parts[thread] = sum;
   __syncthreads();
-  if (group > 0) return;
-  for (int g = 1; g < groups; ++g) sum += parts[g * operand.columns + column];
-  operand.mean[int64_t{batch_head} * operand.columns + column] =
-      at.seqlen > 0 ? __fdiv_rn(sum, static_cast<float>(at.seqlen)) : 0.f;
+  for (int g = 1; g < groups && group == 0; ++g) sum += parts[g * operand.columns + column];
+  float mean = at.seqlen > 0 ? __fdiv_rn(sum, static_cast<float>(at.seqlen)) : 0.f;
+  int64_t const place = int64_t{batch_head} * operand.columns + column;
+  if (group == 0) operand.mean[place] = mean;
+  if (is_v) return;
+  if (args.signs != nullptr) mean *= args.signs[column];
+  for (int stride = 1; stride < args.hadamard; stride *= 2) {
+    __syncthreads();
+    parts[thread] = mean;
+    __syncthreads();
+    float const other = parts[thread ^ stride];  // of the same group, for group 0 whose columns are all there
+    mean = (column & stride) == 0 ? mean + other : other - mean;
+  }
+  if (group == 0) args.rotated_k[place] = mean;
 }
 
 }  // namespace flashhopper

@@ -75,7 +75,11 @@ FLASHHOPPER_DEVICE Element const* source_row(SourceView const& view, QuantizeTas
 }
 
 FLASHHOPPER_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-FLASHHOPPER_DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// Until at most so many of the groups committed last are on their way.
+template <int kPending = 0>
+FLASHHOPPER_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // Eight elements from memory to a slot of shared memory that this thread or its warp reads, zeros where `exists` is
 // false (the address is then not used). fetch_aligned is asynchronous: the thread sees them after wait_for_copies().

@@ -1,5 +1,6 @@
-// The rotation of what a thread of the rows' kernel holds: signs and Hadamard matrix. Before it: row_layout.hpp, which
-// says what that is; after it: rows.hpp.
+// The rotation of what a thread of the rows' kernel holds: signs, then the Hadamard matrix, of up to 32 columns by the
+// tensor cores, which take the 16-bit elements as they are and sum in float; the rest are additions. Before it:
+// row_layout.hpp, which says who holds what; after it: rows.hpp.
 #pragma once
 
 #include "quantize/io.hpp"
@@ -7,93 +8,82 @@
 
 namespace flashhopper {
 
-// Signs as rotate_chunks() takes them: of even columns factors, of odd ones the bit to flip.
-FLASHHOPPER_DEVICE float prepared_sign(float sign, int column) {
-  return column % 2 == 0 ? sign : __uint_as_float(__float_as_uint(sign) & 0x80000000u);
+// B of the products: what hadamard_pair() says, and its negative.
+struct HadamardOperand {
+  uint32_t plain, negated;
+};
+
+template <class Element>
+FLASHHOPPER_DEVICE HadamardOperand hadamard_operand(Rotation rotation, int lane) {
+  constexpr uint32_t kOne = std::is_same_v<Element, element::bf16> ? 0x3f80u : 0x3c00u, kSign = 0x8000u;
+  HadamardPair const pair = hadamard_pair(rotation, lane);
+  auto const bits = [](int entry) { return entry == 0 ? 0u : entry < 0 ? kOne | kSign : kOne; };
+  uint32_t const plain = bits(pair.even) | bits(pair.odd) << 16;
+  return {plain, pair.even == 0 ? plain : plain ^ (kSign | kSign << 16)};
 }
 
-// -1 in lanes that have the bit.
-FLASHHOPPER_DEVICE float lane_sign(int lane, int bit) { return (lane & bit) != 0 ? -1.f : 1.f; }
-
-// The stages within 16 columns, and the signs. Rounding does not see a sign: these are the plain sums, bit for bit.
-template <class Shape>
-FLASHHOPPER_DEVICE void rotate_chunks(float (&x)[Shape::kElements], float const* signs, int lane) {
-  FLASHHOPPER_UNROLL
-  for (int i = 0; i < Shape::kChunks; ++i) {
-    float* const chunk = x + 16 * i;
-    auto const* const sign = reinterpret_cast<float4 const*>(signs + chunk_columns<Shape>(lane, i));
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < 16; e += 4) {
-      float4 const s = sign[e / 4];
-      float const first = chunk[e], third = chunk[e + 2];
-      float const second = __uint_as_float(__float_as_uint(chunk[e + 1]) ^ __float_as_uint(s.y));
-      float const fourth = __uint_as_float(__float_as_uint(chunk[e + 3]) ^ __float_as_uint(s.w));
-      chunk[e] = __fmaf_rn(first, s.x, second);
-      chunk[e + 1] = __fmaf_rn(first, s.x, -second);
-      chunk[e + 2] = __fmaf_rn(third, s.z, fourth);
-      chunk[e + 3] = __fmaf_rn(third, s.z, -fourth);
-    }
-  }
+// The signs of two neighbouring columns as bits to flip in a pair of elements.
+FLASHHOPPER_DEVICE uint32_t sign_bits(float even, float odd) {
+  return (__float_as_uint(even) >> 31 << 15) | (__float_as_uint(odd) & 0x80000000u);
 }
 
-// One stage between elements of a thread. sign: 1; -1 also swaps sum and difference.
-template <class Shape>
-FLASHHOPPER_DEVICE void butterflies(float (&x)[Shape::kElements], int stride, float sign) {
-  FLASHHOPPER_UNROLL
-  for (int e = 0; e < Shape::kElements; ++e) {
-    if ((e & stride) != 0) continue;
-    float const first = x[e], second = x[e + stride];
-    x[e] = __fmaf_rn(second, sign, first);
-    x[e + stride] = __fmaf_rn(second, -sign, first);
-  }
-}
-
-// The stages between lanes, where each of them has chunks of every kind: lanes that differ in one bit of the lane's
-// number exchange those elements whose number has the bit `stride`. Before, lanes with the bit have swapped their two
-// halves, so all lanes send the upper one; after it, that bit of the element's number is the bit of the column. Of
-// lanes with the bit the differences come out negative: exchanged_sign() says so to those who read them.
-template <class Shape>
-FLASHHOPPER_DEVICE void exchange(float (&x)[Shape::kElements], int stride, int bit) {
-  FLASHHOPPER_UNROLL
-  for (int e = 0; e < Shape::kElements; ++e) {
-    if ((e & stride) != 0) continue;
-    float const other = __shfl_xor_sync(0xffffffffu, x[e + stride], bit), own = x[e];
-    x[e] = own + other;
-    x[e + stride] = own - other;
-  }
-}
-template <class Shape>
-FLASHHOPPER_DEVICE float exchanged_sign(int lane, int chunk) {
-  float sign = (chunk & 1) != 0 ? lane_sign(lane, 1) : 1.f;
-  if (Shape::kLanes == 4 && (chunk & 2) != 0) sign *= lane_sign(lane, 2);
-  return sign;
-}
-
-// One row, spread over kLanes lanes, times signs and the Hadamard matrix, not yet divided by sqrt(kHadamard). Strides
-// ascend, so that the sums are those of the plain in-place transform, bit for bit; but for exchanged_sign().
-template <class Shape>
-FLASHHOPPER_DEVICE void rotate_row(float (&x)[Shape::kElements], float const* signs, int lane) {
-  rotate_chunks<Shape>(x, signs, lane);
-  FLASHHOPPER_UNROLL
-  for (int stride = 2; stride < min_of(16, Shape::kHadamard); stride *= 2) butterflies<Shape>(x, stride, 1.f);
-  if constexpr (!Shape::kIsWide) return;
-  if constexpr (Shape::kExchange) {
-    FLASHHOPPER_UNROLL
-    for (int bit = 1; bit < Shape::kChunks; bit *= 2) {
-      butterflies<Shape>(x, 16 * bit, bit < Shape::kLanes ? lane_sign(lane, bit) : 1.f);
-    }
-    FLASHHOPPER_UNROLL
-    for (int bit = 1; bit < Shape::kLanes; bit *= 2) exchange<Shape>(x, 16 * bit, bit);
+// D = A B + C, m16n8k16.
+template <class Element>
+FLASHHOPPER_DEVICE void multiply(float (&d)[4], uint32_t const (&a)[4], uint32_t b_low, uint32_t b_high,
+                                 float const (&c)[4]) {
+  if constexpr (std::is_same_v<Element, element::bf16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
   } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high), "f"(c[0]), "f"(c[1]), "f"(c[2]),
+          "f"(c[3]));
+  }
+}
+
+// One group of the thread's two rows, from its vectors to x[r][0 .. 7].
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE void rotate_group(uint4 const (&raw)[2], uint4 const& signs, HadamardOperand const& operand,
+                                     float* first, float* second) {
+  uint32_t const flips[4] = {signs.x, signs.y, signs.z, signs.w};
+  uint32_t const low[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w}, high[4] = {raw[1].x, raw[1].y, raw[1].z, raw[1].w};
+  FLASHHOPPER_UNROLL
+  for (int tile = 0; tile < 4; ++tile) {
+    float d[4] = {};
     FLASHHOPPER_UNROLL
-    for (int bit = 1; bit < Shape::kLanes; bit *= 2) {
-      FLASHHOPPER_UNROLL
-      for (int e = 0; e < Shape::kElements; ++e) {
-        x[e] = __fmaf_rn(x[e], lane_sign(lane, bit), __shfl_xor_sync(0xffffffffu, x[e], bit));
-      }
+    for (int half = 0; half < 2; ++half) {
+      if (!takes_part(Shape::kKind, tile, half)) continue;
+      uint32_t const a[4] = {low[2 * half] ^ flips[2 * half], high[2 * half] ^ flips[2 * half],
+                             low[2 * half + 1] ^ flips[2 * half + 1], high[2 * half + 1] ^ flips[2 * half + 1]};
+      auto const b = [&](int pair) {
+        return is_negated(Shape::kKind, tile, half, pair) ? operand.negated : operand.plain;
+      };
+      float const c[4] = {d[0], d[1], d[2], d[3]};
+      multiply<Element>(d, a, b(0), b(1), c);
     }
+    first[2 * tile] = d[0];
+    first[2 * tile + 1] = d[1];
+    second[2 * tile] = d[2];
+    second[2 * tile + 1] = d[3];
+  }
+}
+
+// The stages of the matrix between groups.
+template <class Shape>
+FLASHHOPPER_DEVICE void rotate_groups(float (&x)[Shape::kElements]) {
+  FLASHHOPPER_UNROLL
+  for (int stride = 1; 32 * stride < Shape::kHadamard; stride *= 2) {
     FLASHHOPPER_UNROLL
-    for (int stride = 16; stride < Shape::kHadamard / Shape::kLanes; stride *= 2) butterflies<Shape>(x, stride, 1.f);
+    for (int e = 0; e < Shape::kElements; ++e) {
+      if ((e / 8 & stride) != 0) continue;
+      float const one = x[e], other = x[e + 8 * stride];
+      x[e] = one + other;
+      x[e + 8 * stride] = one - other;
+    }
   }
 }
 

@@ -1,5 +1,5 @@
-// Q and K to 8 bits in one pass: mean, signs, Hadamard matrix, largest magnitude, scale, cast. One CTA a block of 128
-// rows, many blocks one after another: while a block is computed in registers the next one arrives in shared memory.
+// Q and K to 8 bits in one pass: signs, Hadamard matrix, mean, largest magnitude, scale, cast. One CTA a block of 128
+// rows, many blocks one after another: while one is computed in registers the next two arrive in shared memory.
 // Before it: launch.hpp. Beside it: values.hpp.
 // Source: FlashAttention-3, section 3.3 (block quantisation, incoherent processing); SageAttention (key smoothing).
 #pragma once
@@ -9,21 +9,9 @@
 
 namespace flashhopper {
 
-// The first row of a block that the warp computes, and of which part of it.
-template <class Shape>
-FLASHHOPPER_DEVICE int warp_row() {
-  return thread_index() / 32 / Shape::kParts * Shape::kWarpRows;
-}
-template <class Shape>
-FLASHHOPPER_DEVICE int warp_part() {
-  return thread_index() / 32 % Shape::kParts;
-}
-
-// The first row of a block that the thread computes.
-template <class Shape>
-FLASHHOPPER_DEVICE int first_row() {
-  return warp_row<Shape>() + thread_index() % 32 / Shape::kLanes;
-}
+// The first of the 16 rows of a block that the warp computes; the first of the thread's two.
+FLASHHOPPER_DEVICE int warp_row() { return thread_index() / 32 * 16; }
+FLASHHOPPER_DEVICE int first_row() { return warp_row() + thread_index() % 32 / 4; }
 
 // A task of either operand: its number is of both together.
 struct RowsTask : QuantizeTask {
@@ -49,14 +37,12 @@ FLASHHOPPER_DEVICE RowsTask next_rows(RowsArgs const& args, int task) {
 // Starts copying the rows of the warp. Addresses are the most of the work, so a block that is whole has a way of its
 // own: no conditions, one addition a row.
 template <class Element, class Shape>
-FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, uint4* slots) {
-  int const thread = thread_index(), lane = thread % 32;
-  int const first = at.block * kScaleBlock + warp_row<Shape>(), column = warp_part<Shape>() * Shape::kColumns;
+FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, uint4* to) {
+  int const lane = thread_index() % 32, first = at.block * kScaleBlock + warp_row();
   constexpr int kVectors = Shape::kVectors;
   int const r = lane / Shape::kCopyVectors, v = lane % Shape::kCopyVectors;
-  uint4* const to = slots + thread / 32 * 32 * Shape::kSlots;
   if (source.vectors && source.head_dim == Shape::kHeadDim && first + Shape::kWarpRows <= at.seqlen) {
-    Element const* row = source_row<Element>(source, at, first + r) + column + v * 8;
+    Element const* row = source_row<Element>(source, at, first + r) + v * 8;
     FLASHHOPPER_UNROLL
     for (int i = 0; i < Shape::kWarpRows; i += Shape::kCopyRows) {
       FLASHHOPPER_UNROLL
@@ -68,10 +54,10 @@ FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, 
     return;
   }
 #pragma unroll 1
-  for (int s = 0; s < Shape::kSlots; ++s) {
-    int const row = (s * 32 + lane) / kVectors, vector = (s * 32 + lane) % kVectors;
-    bool const exists = first + row < at.seqlen && column + vector * 8 < source.head_dim;
-    Element const* const from = source_row<Element>(source, at, exists ? first + row : 0) + column + vector * 8;
+  for (int i = lane; i < Shape::kWarpRows * kVectors; i += 32) {
+    int const row = i / kVectors, vector = i % kVectors;
+    bool const exists = first + row < at.seqlen && vector * 8 < source.head_dim;
+    Element const* const from = source_row<Element>(source, at, exists ? first + row : 0) + vector * 8;
     if (source.vectors) {
       fetch_aligned(to + row_place<Shape>(row, vector), from, exists);
     } else {
@@ -90,34 +76,60 @@ FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uin
     int const mean_head = operand.by_group.quotient(at.head);
     float const* const from = operand.mean + (int64_t{at.sequence} * operand.mean_heads + mean_head) * Shape::kHeadDim;
     if (thread < Shape::kHeadDim / 4) {
-      fetch_aligned(reinterpret_cast<uint4*>(mean + column_place(thread * 4)), from + thread * 4, true);
+      fetch_aligned(reinterpret_cast<uint4*>(mean + thread * 4), from + thread * 4, true);
     }
   }
-  commit_copies();
+}
+
+// The shared memory of the kernel that is not the slots.
+template <class Shape, bool kSmooth>
+struct RowsStorage {
+  static constexpr int kTurns = Shape::kStages + 1;  // what is read in one block's turn is written again in the third after it
+  uint4 signs[Shape::kVectors];                      // see sign_bits()
+  float means[kTurns][kSmooth ? Shape::kHeadDim : 4];
+  float maxima[2][Shape::kWarps];        // two, so that one barrier a block is enough
+  RowsTask tasks[kTurns][Shape::kWarps];  // of each warp
+};
+
+// The thread's rows from the slots of its warp, rotated.
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE void load_rows(uint4 const* slots, uint4 const* signs, HadamardOperand const& operand,
+                                  float (&x)[Shape::kRows][Shape::kElements]) {
+  int const g = thread_index() % 32 / 4, c = thread_index() % 4;
+  FLASHHOPPER_UNROLL
+  for (int group = 0; group < Shape::kGroups; ++group) {
+    uint4 const raw[2] = {slots[row_place<Shape>(g, 4 * group + c)], slots[row_place<Shape>(g + 8, 4 * group + c)]};
+    if constexpr (Shape::kKind == Rotation::kNone) {
+      FLASHHOPPER_UNROLL
+      for (int r = 0; r < Shape::kRows; ++r) unpack_vector<Element>(raw[r], x[r] + 8 * group);
+    } else {
+      rotate_group<Element, Shape>(raw, signs[4 * group + c], operand, x[0] + 8 * group, x[1] + 8 * group);
+    }
+  }
+  FLASHHOPPER_UNROLL
+  for (int r = 0; r < Shape::kRows; ++r) rotate_groups<Shape>(x[r]);
 }
 
 // Subtracts the mean from the thread's rows (K), or leaves them and finds their products with it (Q), in all lanes.
+// Rows and mean are rotated both.
 template <class Shape, bool kSubtract>
 FLASHHOPPER_DEVICE void apply_mean(float const* mean, float (&x)[Shape::kRows][Shape::kElements],
                                    float (&dots)[Shape::kRows]) {
-  int const lane = thread_index() % Shape::kLanes;
+  int const c = thread_index() % 4;
   FLASHHOPPER_UNROLL
-  for (int i = 0; i < Shape::kChunks; ++i) {
-    if (i > 0) __syncwarp();  // ptxas would load all means at once, and spill
+  for (int e = 0; e < Shape::kElements; e += 4) {
+    if (e % 16 == 0 && e > 0) __syncwarp();  // ptxas would load all means at once, and spill
+    float m[4];
+    load_floats(reinterpret_cast<float4 const*>(mean + e / 8 * 32 + 8 * c + e % 8), m, 4);
     FLASHHOPPER_UNROLL
-    for (int e = 0; e < 16; e += 4) {
-      float m[4];
-      load_floats(reinterpret_cast<float4 const*>(mean + chunk_columns<Shape>(lane, i) + e), m, 4);
+    for (int r = 0; r < Shape::kRows; ++r) {
       FLASHHOPPER_UNROLL
-      for (int r = 0; r < Shape::kRows; ++r) {
-        FLASHHOPPER_UNROLL
-        for (int j = 0; j < 4; ++j) {
-          float& value = x[r][16 * i + e + j];
-          if constexpr (kSubtract) {
-            value -= m[j];
-          } else {
-            dots[r] = __fmaf_rn(value, m[j], dots[r]);
-          }
+      for (int j = 0; j < 4; ++j) {
+        float& value = x[r][e + j];
+        if constexpr (kSubtract) {
+          value -= m[j];
+        } else {
+          dots[r] = __fmaf_rn(value, m[j], dots[r]);
         }
       }
     }
@@ -125,190 +137,82 @@ FLASHHOPPER_DEVICE void apply_mean(float const* mean, float (&x)[Shape::kRows][S
   if constexpr (!kSubtract) {
     FLASHHOPPER_UNROLL
     for (int r = 0; r < Shape::kRows; ++r) {
-      FLASHHOPPER_UNROLL
-      for (int offset = 1; offset < Shape::kLanes; offset *= 2) {
-        dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], offset);
-      }
+      dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], 1);
+      dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], 2);
     }
   }
-}
-
-// Scales, casts and stores one row. A zero is +0, whatever exchanged_sign() makes of it.
-template <class Shape, bool kInt8>
-FLASHHOPPER_DEVICE void store_row(float const (&x)[Shape::kElements], float factor, int lane, uint8_t* to) {
-  FLASHHOPPER_UNROLL
-  for (int i = 0; i < Shape::kChunks; ++i) {
-    float const signed_factor = Shape::kExchange ? factor * exchanged_sign<Shape>(lane, i) : factor;
-    uint32_t words[4];
-    FLASHHOPPER_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      float y[4];
-      FLASHHOPPER_UNROLL
-      for (int j = 0; j < 4; ++j) {
-        float const value = x[16 * i + 4 * w + j];
-        y[j] = Shape::kExchange ? __fmaf_rn(value, signed_factor, 0.f) : __fmul_rn(value, signed_factor);
-      }
-      words[w] = kInt8 ? to_int8(y[0], y[1], y[2], y[3]) : to_e4m3(y[0], y[1], y[2], y[3]);
-    }
-    *reinterpret_cast<uint4*>(to + Shape::stored_group(lane, i) * 16) = uint4{words[0], words[1], words[2], words[3]};
-  }
-}
-
-// What the warps of a row tell each other of their parts of it, where there are parts.
-template <class Shape>
-struct RowParts {
-  static constexpr int kSize = Shape::kParts > 1 ? kScaleBlock : 1;
-  float amax[Shape::kParts][kSize];
-  float dot[Shape::kParts][kSize];  // with the mean
-};
-
-// The shared memory of the kernel that is not the slots.
-template <class Shape, bool kSmooth>
-struct RowsStorage {
-  float signs[column_places(Shape::kHeadDim)];                   // see column_place
-  float means[2][kSmooth ? column_places(Shape::kHeadDim) : 4];  // two: one arrives while the other is read
-  float maxima[2][Shape::kWarps];                                // two, so that one barrier a block is enough
-  RowParts<Shape> parts[2];                                      // two for the same reason
-};
-
-// The warps that have parts of the same rows wait for each other.
-template <class Shape>
-FLASHHOPPER_DEVICE void sync_parts() {
-  named_barrier_sync<32 * Shape::kParts>(1 + thread_index() / 32 / Shape::kParts);
 }
 
 // From the largest magnitude that a thread found in each of its rows, in the columns that it holds, to that of the
 // whole row, or of the block.
 template <class Shape, bool kSmooth>
 FLASHHOPPER_DEVICE void share_maxima(RowsOperand const& operand, float (&amax)[Shape::kRows],
-                                     RowsStorage<Shape, kSmooth>& storage, int parity) {
-  int const thread = thread_index(), row = first_row<Shape>();
-  if (!operand.per_row) {
-    float block = 0.f;
+                                     float (&maxima)[Shape::kWarps]) {
+  if (operand.per_row) {
     FLASHHOPPER_UNROLL
-    for (int r = 0; r < Shape::kRows; ++r) block = fmaxf(block, amax[r]);
-    block = warp_max(block);
-    if (thread % 32 == 0) storage.maxima[parity][thread / 32] = block;
-    __syncthreads();
-    FLASHHOPPER_UNROLL
-    for (int w = 0; w < Shape::kWarps; ++w) block = fmaxf(block, storage.maxima[parity][w]);
-    FLASHHOPPER_UNROLL
-    for (int r = 0; r < Shape::kRows; ++r) amax[r] = block;
+    for (int r = 0; r < Shape::kRows; ++r) {
+      amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], 1));
+      amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], 2));
+    }
     return;
   }
+  int const thread = thread_index();
+  float block = warp_max(fmaxf(amax[0], amax[1]));
+  if (thread % 32 == 0) maxima[thread / 32] = block;
+  __syncthreads();
+  FLASHHOPPER_UNROLL
+  for (int w = 0; w < Shape::kWarps; ++w) block = fmaxf(block, maxima[w]);
+  amax[0] = amax[1] = block;
+}
+
+// Scales, casts and stores one row, of which `to` is the thread's first column.
+template <class Shape, bool kInt8>
+FLASHHOPPER_DEVICE void store_row(float const (&x)[Shape::kElements], float factor, uint8_t* to) {
+  FLASHHOPPER_UNROLL
+  for (int group = 0; group < Shape::kGroups; ++group) {
+    uint32_t words[2];
+    FLASHHOPPER_UNROLL
+    for (int w = 0; w < 2; ++w) {
+      float y[4];
+      FLASHHOPPER_UNROLL
+      for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(x[8 * group + 4 * w + j], factor);
+      words[w] = kInt8 ? to_int8(y[0], y[1], y[2], y[3]) : to_e4m3(y[0], y[1], y[2], y[3]);
+    }
+    *reinterpret_cast<uint2*>(to + 32 * group) = uint2{words[0], words[1]};
+  }
+}
+
+// Casts and stores the thread's rows, whose largest magnitudes are `amax`, and products with the mean `dots`. Threads 0
+// and 1 of a quad each find one row's scale, which takes a division.
+template <class Shape>
+FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, QuantizeTask const& at, bool is_int8, bool has_dots,
+                                   float const (&x)[Shape::kRows][Shape::kElements],
+                                   float const (&amax)[Shape::kRows], float const (&dots)[Shape::kRows]) {
+  int const thread = thread_index(), c = thread % 4, first = at.block * kScaleBlock + first_row();
+  float scale = scale_of(c % 2 == 0 ? amax[0] : amax[1], is_int8 ? 127.f : 448.f);
+  if (operand.power_scales) scale = next_power_of_two(scale);
+  float const inverse = Shape::kNorm * __frcp_rn(scale);
+  if (operand.per_row || has_dots) {
+    int64_t const place = at.row_place(operand.blocks, first) + 8 * c;
+    bool const stores = c < Shape::kRows && first + 8 * c < at.seqlen;
+    if (stores && operand.per_row) operand.scale[place] = scale;
+    // Rotated vectors have the product of those they come from, times the size of the matrix.
+    if (stores && has_dots) operand.shift[place] = (c == 0 ? dots[0] : dots[1]) * (Shape::kNorm * Shape::kNorm);
+  }
+  if (!operand.per_row && thread == 0) operand.scale[at.block_place(operand.blocks)] = scale;
+  uint8_t* to = operand.data + at.row(operand.blocks, first) * Shape::kHeadDim + 8 * c;
   FLASHHOPPER_UNROLL
   for (int r = 0; r < Shape::kRows; ++r) {
-    FLASHHOPPER_UNROLL
-    for (int offset = 1; offset < Shape::kLanes; offset *= 2) {
-      amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], offset));
-    }
-  }
-  if constexpr (Shape::kParts > 1) {
-    auto& parts = storage.parts[parity].amax;
-    FLASHHOPPER_UNROLL
-    for (int r = 0; r < Shape::kRows; ++r) {
-      if (thread % Shape::kLanes == 0) parts[warp_part<Shape>()][row + r * Shape::kRowsPerPass] = amax[r];
-    }
-    sync_parts<Shape>();
-    FLASHHOPPER_UNROLL
-    for (int r = 0; r < Shape::kRows; ++r) {
-      FLASHHOPPER_UNROLL
-      for (int part = 0; part < Shape::kParts; ++part) {
-        amax[r] = fmaxf(amax[r], parts[part][row + r * Shape::kRowsPerPass]);
+    float const factor = __shfl_sync(0xffffffffu, inverse, r, 4);
+    if (first + 8 * r < at.seqlen) {
+      if (is_int8) {
+        store_row<Shape, true>(x[r], factor, to);
+      } else {
+        store_row<Shape, false>(x[r], factor, to);
       }
     }
+    to += int64_t{8 * Shape::kHeadDim} * operand.blocks.heads;
   }
-}
-
-// Of the thread's rows of Q, the products with the mean to memory.
-template <class Shape>
-FLASHHOPPER_DEVICE void store_shifts(RowsOperand const& operand, QuantizeTask const& at,
-                                     float const (&dots)[Shape::kRows]) {
-  FLASHHOPPER_UNROLL
-  for (int r = 0; r < Shape::kRows; ++r) {
-    int const position = at.block * kScaleBlock + first_row<Shape>() + r * Shape::kRowsPerPass;
-    bool const is_first = thread_index() % Shape::kLanes == 0 && warp_part<Shape>() == 0;
-    if (is_first && position < at.seqlen) operand.shift[at.row_place(operand.blocks, position)] = dots[r];
-  }
-}
-
-// Before and after the barrier in share_maxima(): the products of the parts, and their sum to memory.
-template <class Shape>
-FLASHHOPPER_DEVICE void put_dots(RowParts<Shape>& parts, float const (&dots)[Shape::kRows]) {
-  FLASHHOPPER_UNROLL
-  for (int r = 0; r < Shape::kRows; ++r) {
-    int const row = first_row<Shape>() + r * Shape::kRowsPerPass;
-    if (thread_index() % Shape::kLanes == 0) parts.dot[warp_part<Shape>()][row] = dots[r];
-  }
-}
-template <class Shape>
-FLASHHOPPER_DEVICE void add_dots(RowParts<Shape> const& parts, float (&dots)[Shape::kRows]) {
-  FLASHHOPPER_UNROLL
-  for (int r = 0; r < Shape::kRows; ++r) {
-    int const row = first_row<Shape>() + r * Shape::kRowsPerPass;
-    dots[r] = parts.dot[0][row];
-    FLASHHOPPER_UNROLL
-    for (int part = 1; part < Shape::kParts; ++part) dots[r] += parts.dot[part][row];
-  }
-}
-
-// Casts and stores the thread's rows, whose largest magnitudes are `amax`.
-template <class Shape>
-FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, QuantizeTask const& at, int first, bool is_int8,
-                                   float const (&x)[Shape::kRows][Shape::kElements],
-                                   float const (&amax)[Shape::kRows]) {
-  int const thread = thread_index(), lane = thread % Shape::kLanes, part = warp_part<Shape>();
-  float const most = is_int8 ? 127.f : 448.f;
-  FLASHHOPPER_UNROLL
-  for (int r = 0; r < Shape::kRows; ++r) {
-    int const position = first + r * Shape::kRowsPerPass;
-    if (position >= at.seqlen) continue;
-    float scale = scale_of(amax[r], most);
-    if (operand.power_scales) scale = next_power_of_two(scale);
-    float const factor = Shape::kNorm * __frcp_rn(scale);
-    uint8_t* const to = operand.data + at.row(operand.blocks, position) * Shape::kHeadDim + part * Shape::kColumns;
-    if (is_int8) {
-      store_row<Shape, true>(x[r], factor, lane, to);
-    } else {
-      store_row<Shape, false>(x[r], factor, lane, to);
-    }
-    if (operand.per_row && lane == 0 && part == 0) operand.scale[at.row_place(operand.blocks, position)] = scale;
-    if (!operand.per_row && r == 0 && thread == 0) operand.scale[at.block_place(operand.blocks)] = scale;
-  }
-}
-
-// One block, from the thread's vectors to memory.
-template <class Element, class Shape, bool kSmooth, bool kSubtract>
-FLASHHOPPER_DEVICE void quantize_block(RowsArgs const& args, RowsTask const& at, uint4 const (&raw)[Shape::kSlots],
-                                       RowsStorage<Shape, kSmooth>& storage, int parity) {
-  RowsOperand const& operand = args.operands[at.is_k];
-  int const columns = column_place(warp_part<Shape>() * Shape::kColumns);
-  constexpr int kRowSlots = Shape::kElements / 8;
-  constexpr bool kHasDots = kSmooth && !kSubtract, kIsParted = Shape::kParts > 1;
-  float x[Shape::kRows][Shape::kElements], amax[Shape::kRows], dots[Shape::kRows] = {};
-  FLASHHOPPER_UNROLL
-  for (int s = 0; s < Shape::kSlots; ++s) unpack_vector<Element>(raw[s], x[s / kRowSlots] + s % kRowSlots * 8);
-  if constexpr (kSmooth) apply_mean<Shape, kSubtract>(storage.means[parity] + columns, x, dots);
-  if constexpr (kHasDots && kIsParted) put_dots<Shape>(storage.parts[parity], dots);
-  if constexpr (kHasDots && !kIsParted) store_shifts<Shape>(operand, at, dots);
-  int const first = at.block * kScaleBlock + first_row<Shape>();
-  FLASHHOPPER_UNROLL
-  for (int r = 0; r < Shape::kRows; ++r) {
-    if constexpr (Shape::kHadamard > 1) {
-      rotate_row<Shape>(x[r], storage.signs + columns, thread_index() % Shape::kLanes);
-    }
-    amax[r] = 0.f;
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < Shape::kElements; ++e) amax[r] = fmaxf(amax[r], fabsf(x[r][e]));
-    // Rows past the end hold minus the mean.
-    amax[r] = first + r * Shape::kRowsPerPass < at.seqlen ? amax[r] * Shape::kNorm : 0.f;
-  }
-  share_maxima<Shape, kSmooth>(operand, amax, storage, parity);
-  if constexpr (kHasDots && kIsParted) {
-    add_dots<Shape>(storage.parts[parity], dots);
-    store_shifts<Shape>(operand, at, dots);
-  }
-  store_rows<Shape>(operand, at, first, args.is_int8, x, amax);
 }
 
 template <class Element, int kDim, bool kSmooth, Rotation kRotation>
@@ -316,48 +220,67 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
                                   RowsShape<kDim, kRotation, kSmooth>::kCtas)
     quantize_rows_kernel(__grid_constant__ RowsArgs const args) {
   using Shape = RowsShape<kDim, kRotation, kSmooth>;
-  extern __shared__ uint4 slots[];
-  __shared__ __align__(16) RowsStorage<Shape, kSmooth> storage;
-  __shared__ RowsTask tasks[2][Shape::kWarps];  // of each warp: the block's and the next one's
-  int const thread = thread_index(), warp = thread / 32, lane = thread % Shape::kLanes;
-  if constexpr (Shape::kHadamard > 1) {
-    if (thread < kDim) storage.signs[column_place(thread)] = prepared_sign(args.signs[thread], thread);
+  using Storage = RowsStorage<Shape, kSmooth>;
+  extern __shared__ uint4 slots[];  // of kStages blocks, each of all warps
+  __shared__ __align__(16) Storage storage;
+  int const thread = thread_index(), warp = thread / 32;
+  HadamardOperand const operand = hadamard_operand<Element>(kRotation, thread % 32);
+  if constexpr (kRotation != Rotation::kNone) {
+    if (thread < kDim / 2) {
+      reinterpret_cast<uint32_t*>(storage.signs)[thread] = sign_bits(args.signs[2 * thread], args.signs[2 * thread + 1]);
+    }
     __syncthreads();
   }
 
-  auto const fetch_next = [&](int parity, int from) {
-    __syncwarp();  // the slots and the block before have been read
+  // Finds the task of a turn, the first from `from` on, and starts its copies. All of a warp's slots of that turn have
+  // been read.
+  auto const fetch = [&](int turn, int from) {
     RowsTask const found = next_rows(args, from);
-    RowsTask& next = tasks[parity][warp];
+    int const place = turn % Storage::kTurns;
+    RowsTask& next = storage.tasks[place][warp];
     if (thread % 32 == 0) next = found;
     __syncwarp();
-    if (next.task < count_tasks(args)) fetch_rows<Element, Shape, kSmooth>(args, next, slots, storage.means[parity]);
+    uint4* const to = slots + turn % Shape::kStages * Shape::kSlots + warp * (Shape::kSlots / Shape::kWarps);
+    if (next.task < count_tasks(args)) fetch_rows<Element, Shape, kSmooth>(args, next, to, storage.means[place]);
+    commit_copies();  // of nothing where no task is left: what waits counts them
+    return next.task;
   };
-  fetch_next(0, static_cast<int>(blockIdx.x));
-  for (int parity = 0; tasks[parity][warp].task < count_tasks(args); parity ^= 1) {
-    RowsTask const& at = tasks[parity][warp];
-    constexpr int kRowSlots = Shape::kElements / 8;
-    uint4 const* const warp_slots = slots + thread / 32 * 32 * Shape::kSlots;
-    uint4 raw[Shape::kSlots];
-    wait_for_copies();
+  int last = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // the task found last
+  for (int turn = 0; turn < Shape::kStages; ++turn) last = fetch(turn, last + static_cast<int>(gridDim.x));
+  for (int turn = 0;; ++turn) {
+    int const place = turn % Storage::kTurns;
+    RowsTask const& at = storage.tasks[place][warp];
+    if (at.task >= count_tasks(args)) break;
+    RowsOperand const& rows = args.operands[at.is_k];
+    wait_for_copies<Shape::kStages - 1>();
     if constexpr (kSmooth) {
-      __syncthreads();  // all threads see the mean, and have read the one before
+      __syncthreads();  // all threads see the mean, and have read the one that is overwritten next
     } else {
       __syncwarp();
     }
+    float x[Shape::kRows][Shape::kElements], amax[Shape::kRows], dots[Shape::kRows] = {};
+    load_rows<Element, Shape>(slots + turn % Shape::kStages * Shape::kSlots + warp * (Shape::kSlots / Shape::kWarps),
+                              storage.signs, operand, x);
+    __syncwarp();
+    last = fetch(turn + Shape::kStages, last + static_cast<int>(gridDim.x));
+    if constexpr (kSmooth) {
+      if (at.is_k) {
+        apply_mean<Shape, true>(storage.means[place], x, dots);
+      } else {
+        apply_mean<Shape, false>(storage.means[place], x, dots);
+      }
+    }
     FLASHHOPPER_UNROLL
-    for (int s = 0; s < Shape::kSlots; ++s) {
-      int const r = thread % 32 / Shape::kLanes + s / kRowSlots * Shape::kRowsPerPass;
-      int const first_place = row_place<Shape>(r, 2 * Shape::loaded_group(lane, 0));
-      raw[s] = warp_slots[chunk_place<Shape>(first_place, s % kRowSlots / 2, s % 2)];
+    for (int r = 0; r < Shape::kRows; ++r) {
+      amax[r] = 0.f;
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < Shape::kElements; ++e) amax[r] = fmaxf(amax[r], fabsf(x[r][e]));
+      // Rows past the end hold minus the mean.
+      bool const exists = at.block * kScaleBlock + first_row() + 8 * r < at.seqlen;
+      amax[r] = exists ? amax[r] * Shape::kNorm : 0.f;
     }
-    fetch_next(parity ^ 1, at.task + static_cast<int>(gridDim.x));
-    // Q and K apart, for what differs stands in the midst of registers that all change.
-    if (kSmooth && at.is_k) {
-      quantize_block<Element, Shape, kSmooth, true>(args, at, raw, storage, parity);
-    } else {
-      quantize_block<Element, Shape, kSmooth, false>(args, at, raw, storage, parity);
-    }
+    share_maxima<Shape, kSmooth>(rows, amax, storage.maxima[turn % 2]);
+    store_rows<Shape>(rows, at, args.is_int8, kSmooth && !at.is_k, x, amax, dots);
   }
   await_previous();  // the values may still be on their way: what follows this kernel must find them too
 }

@@ -86,6 +86,7 @@ flashhopper_status check_sizes(Size const (&sizes)[kCount]) {
 }
 
 constexpr int64_t kMaxSeqlen = int64_t{1} << 30;
+constexpr int kQuads = 4;  // rotate_block of Rotation::kQuads
 
 // One side of the problem: queries with their heads, or keys and values with theirs.
 struct Side {
@@ -168,8 +169,8 @@ flashhopper_status check_quantize(flashhopper_quantize_params const& p) {
   if (p.q_block != 1 && p.q_block != kScaleBlock) {
     return set_error(FLASHHOPPER_INVALID_ARGUMENT, "q_block is ", p.q_block, ": it must be 1 or ", kScaleBlock);
   }
-  if (p.rotate_block != 0 && p.rotate_block != 4) {
-    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "rotate_block is ", p.rotate_block, ": it must be 0 or 4");
+  if (p.rotate_block != 0 && p.rotate_block != kQuads) {
+    return set_error(FLASHHOPPER_INVALID_ARGUMENT, "rotate_block is ", p.rotate_block, ": it must be 0 or ", kQuads);
   }
   FLASHHOPPER_RETURN_IF_ERROR(check_packing(p));
   bool const has_rows = p.batch > 0 && p.heads > 0 && queries(p).rows > 0;  // without them lse_shift has no storage
@@ -191,6 +192,11 @@ SourceView source(flashhopper_tensor const& tensor, int64_t head_dim, int elemen
                           (side.heads <= 1 || tensor.head_stride * element_bytes % bytes == 0);
   return {tensor.data,        tensor.batch_stride,        tensor.row_stride,
           tensor.head_stride, static_cast<int>(head_dim), is_aligned};
+}
+
+// The means of K once more, rotated: behind those that the caller asked for.
+float* rotated_mean(flashhopper_quantize_params const& p) {
+  return p.k_mean == nullptr ? nullptr : p.k_mean + p.batch * p.kv_heads * p.columns;
 }
 
 // Chunks of at least 128 rows, and about 2048 of them in all: enough to fill the device, few enough to add up fast. The
@@ -224,18 +230,22 @@ void set_means(flashhopper_quantize_params const& p, MeansArgs* args) {
                          static_cast<int>(p.batch * p.kv_heads)};
     sums += side.entries() * side.heads * chunks * columns;
   }
+  args->rotated_k = rotated_mean(p);
+  args->signs = p.signs;
+  args->hadamard = p.signs == nullptr                  ? 1
+                   : p.rotate_block == kQuads ? kQuads : hadamard_block(computed_head_dim(static_cast<int>(p.head_dim)));
 }
 
 void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {
   args->signs = p.signs;
   args->is_int8 = p.format == FLASHHOPPER_INT8;
-  args->is_by_quads = p.rotate_block == 4;
+  args->is_by_quads = p.rotate_block == kQuads;
   RowsOperand& q = args->operands[0];
   q.source = source(p.q, p.head_dim, 2, queries(p));
   q.blocks = row_blocks(queries(p));
   q.data = static_cast<uint8_t*>(p.q8);
   q.scale = p.q_scale;
-  q.mean = p.k_mean;
+  q.mean = rotated_mean(p);
   q.shift = p.lse_shift;
   q.mean_heads = static_cast<int>(p.kv_heads);
   q.by_group = divisor(p.heads / std::max<int64_t>(p.kv_heads, 1));
@@ -245,8 +255,7 @@ void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {
   k.blocks = row_blocks(keys(p));
   k.data = static_cast<uint8_t*>(p.k8);
   k.scale = p.k_scale;
-  k.mean = p.k_mean;
-  k.subtract = 1;
+  k.mean = rotated_mean(p);
   k.power_scales = p.format == FLASHHOPPER_E4M3;
   k.mean_heads = static_cast<int>(p.kv_heads);
 }

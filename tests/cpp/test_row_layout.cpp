@@ -1,6 +1,5 @@
 // The rows' kernel of the quantiser: every vector has a place of its own in shared memory, neither the copies of a warp
-// nor the reads of its threads, of rows, signs or means, meet in a bank, and lanes load and store each group of 16
-// columns once.
+// nor the reads of its threads meet in a bank, and its products with the tensor cores are the Hadamard matrix.
 #include <set>
 
 #include "check.hpp"
@@ -30,15 +29,12 @@ void places() {
 
 template <class Shape>
 void reads() {
-  for (int i = 0; i < Shape::kChunks; ++i) {
-    for (int b = 0; b < 2; ++b) {
+  for (int row = 0; row < Shape::kWarpRows; row += 8) {
+    for (int group = 0; group < Shape::kGroups; ++group) {
       for (int quarter = 0; quarter < 32; quarter += 8) {
         Banks banks;
-        for (int thread = quarter; thread < quarter + 8; ++thread) {
-          int const r = thread / Shape::kLanes, lane = thread % Shape::kLanes;
-          int const place = row_place<Shape>(r, 2 * Shape::loaded_group(lane, i) + b);
-          CHECK(place == chunk_place<Shape>(row_place<Shape>(r, 2 * Shape::loaded_group(lane, 0)), i, b));
-          banks.add(place);
+        for (int lane = quarter; lane < quarter + 8; ++lane) {
+          banks.add(row_place<Shape>(row + lane / 4, 4 * group + lane % 4));
         }
         CHECK(banks.is_free());
       }
@@ -65,54 +61,34 @@ void copies() {
   }
 }
 
-template <class Shape>
-void groups() {
-  std::set<int> loaded, stored;
-  for (int lane = 0; lane < Shape::kLanes; ++lane) {
-    for (int i = 0; i < Shape::kChunks; ++i) {
-      loaded.insert(Shape::loaded_group(lane, i));
-      stored.insert(Shape::stored_group(lane, i));
-      // Lanes of a row store side by side.
-      CHECK(Shape::stored_group(lane, i) == Shape::stored_group(0, i) + lane);
-    }
-  }
-  for (auto const& all : {loaded, stored}) {
-    CHECK(static_cast<int>(all.size()) == Shape::kColumns / 16);
-    CHECK(*all.begin() == 0 && *all.rbegin() == Shape::kColumns / 16 - 1);
-  }
-}
+int parity(int bits) { return __builtin_popcount(static_cast<unsigned>(bits)) % 2; }
 
-// The lanes of a row read signs and means of as many columns at once, 16 bytes each.
-template <class Shape>
-void columns() {
-  std::set<int> seen;
-  for (int i = 0; i < Shape::kChunks; ++i) {
-    for (int e = 0; e < 16; e += 4) {
-      Banks banks;
-      for (int lane = 0; lane < Shape::kLanes; ++lane) {
-        int const place = column_place(Shape::loaded_group(lane, i) * 16 + e);
-        CHECK(place == chunk_columns<Shape>(lane, i) + e && place % 4 == 0);
-        CHECK(place + 4 <= column_places(Shape::kColumns));
-        seen.insert(place);
-        banks.add(place / 4);
+// The products of a group, as m16n8k16 defines its operands: a lane's four elements of A are of inner places 2c, 2c + 1
+// (k = 0, 1) and 2c + 8, 2c + 9 (k = 2, 3), where the lane that holds column n of B has its own four. Summed over the
+// halves they are the Hadamard matrix, and the accumulators of thread c, n = 2c and 2c + 1 of each tile, are its own
+// eight columns.
+template <Rotation kRotation>
+void products() {
+  for (int tile = 0; tile < 4; ++tile) {
+    for (int n = 0; n < 8; ++n) {
+      int const output = product_output(tile, n);
+      CHECK(output / 8 == n / 2);  // of thread n / 2
+      std::set<int> inputs;
+      for (int half = 0; half < 2; ++half) {
+        for (int c = 0; c < 4; ++c) {
+          HadamardPair const pair = hadamard_pair(kRotation, n * 4 + c);
+          for (int k = 0; k < 4; ++k) {
+            int const input = product_input(c, half, k);
+            inputs.insert(input);
+            int entry = k % 2 == 0 ? pair.even : pair.odd;
+            if (is_negated(kRotation, tile, half, k / 2)) entry = -entry;
+            if (!takes_part(kRotation, tile, half)) entry = 0;
+            bool const mix = kRotation == Rotation::kWide || input / 4 == output / 4;
+            CHECK(entry == (!mix ? 0 : parity(input & output & (kRotation == Rotation::kWide ? 31 : 3)) ? -1 : 1));
+          }
+        }
       }
-      CHECK(static_cast<int>(banks.seen.size()) == Shape::kLanes);
-    }
-  }
-  CHECK(static_cast<int>(seen.size()) == Shape::kColumns / 4);
-}
-
-// Where an exchange leaves columns: a lane's bit and a chunk's bit have changed places.
-template <class Shape>
-void exchanges() {
-  for (int lane = 0; lane < Shape::kLanes; ++lane) {
-    for (int i = 0; i < Shape::kChunks; ++i) {
-      int other_lane = lane, other = i;
-      for (int bit = 1; bit < Shape::kLanes; bit *= 2) {
-        other_lane = (other_lane & ~bit) | (i & bit);
-        other = (other & ~bit) | (lane & bit);
-      }
-      CHECK(Shape::stored_group(lane, i) == Shape::loaded_group(other_lane, other));
+      CHECK(inputs.size() == 32 && *inputs.begin() == 0 && *inputs.rbegin() == 31);
     }
   }
 }
@@ -123,10 +99,6 @@ void check_shape() {
   places<Shape>();
   reads<Shape>();
   copies<Shape>();
-  groups<Shape>();
-  columns<Shape>();
-  CHECK(Shape::kExchange == (kRotation == Rotation::kWide && kDim != 96));
-  if constexpr (Shape::kExchange) exchanges<Shape>();
 }
 
 template <int... kDims>
@@ -140,5 +112,7 @@ void check_shapes() {
 
 int main() {
   check_shapes<64, 96, 128, 192, 256>();
+  products<Rotation::kQuads>();
+  products<Rotation::kWide>();
   return check::report("row_layout");
 }

@@ -1,5 +1,6 @@
-"""The quantiser kernels against plain torch operations in the kernels' own order of arithmetic: scales and codes to the
-bit. Means, whose order of additions differs, are held to float64, and what follows from them uses the kernel's own.
+"""The quantiser kernels against plain torch operations: scales and codes to the bit, and, of rotated rows, which tensor
+cores sum, within what float32 sums may lose against float64. Means are held to float64, and what follows from them uses
+the kernel's own.
 """
 
 from __future__ import annotations
@@ -91,13 +92,12 @@ def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def codes(
-    x: torch.Tensor, norm: float, block: int, qk_format: str, power_scales: bool = False
+    x: torch.Tensor, block: int, qk_format: str, power_scales: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 (batch, rows, heads, columns), norm times smaller than it stands there, to 8-bit bytes and scales."""
+    """float32 (batch, rows, heads, columns) to 8-bit bytes and scales."""
     most = torch.tensor(127.0 if qk_format == "int8" else 448.0, device=x.device)
     rows = x.shape[1]
-    factor = torch.tensor(norm, dtype=torch.float32, device=x.device)
-    amax = x.abs().amax(-1) * factor
+    amax = x.abs().amax(-1)
     blocks = -(-rows // block)
     padded = torch.nn.functional.pad(amax, (0, 0, 0, blocks * block - rows))
     amax = padded.view(x.shape[0], blocks, block, x.shape[2]).amax(2)
@@ -105,13 +105,42 @@ def codes(
     if power_scales:
         mantissa, exponent = torch.frexp(scale)
         scale = torch.ldexp(torch.where(mantissa == 0.5, 0.5, 1.0), exponent)
-    inverse = factor * (1.0 / scale)
-    y = x * inverse.repeat_interleave(block, 1)[:, :rows, :, None]
+    y = x * (1.0 / scale).repeat_interleave(block, 1)[:, :rows, :, None]
     if qk_format == "int8":
         data = y.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
     else:
         data = y.clamp(-448, 448).to(E4M3).view(torch.uint8)
     return data, scale.transpose(1, 2)
+
+
+def check_rotated(
+    case: Case, name: str, x: torch.Tensor, terms: torch.Tensor, q_block: int, found: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """x: float64 (batch, rows, heads, columns), the exact rotated rows; terms: of each the sum of the magnitudes that
+    it is a sum of, which bounds the rounding of float32. found: codes and scales.
+    """
+    data, scale = found
+    most, rows, slack = (127.0 if case.qk_format == "int8" else 448.0), x.shape[1], terms * 2.0**-21
+    blocks = -(-rows // q_block)
+
+    def scales(amax: torch.Tensor) -> torch.Tensor:
+        amax = torch.nn.functional.pad(amax.amax(-1), (0, 0, 0, blocks * q_block - rows))
+        amax = amax.view(x.shape[0], blocks, q_block, x.shape[2]).amax(2)
+        result = (amax.clamp(min=1e-12) / most).transpose(1, 2)
+        return torch.exp2(result.log2().ceil()) if name == "k" and case.qk_format == "e4m3" else result
+
+    assert (scale >= scales((x.abs() - slack).clamp(min=0.0)) * (1 - 2.0**-22)).all(), f"{name}_scale: too small"
+    assert (scale <= scales(x.abs() + slack) * (1 + 2.0**-22)).all(), f"{name}_scale: too large"
+    of_rows = scale.double().transpose(1, 2).repeat_interleave(q_block, 1)[:, :rows, :, None]
+    exact, slack = x / of_rows, slack / of_rows + 2.0**-21 * x.abs() / of_rows
+    if case.qk_format == "int8":
+        codes = data.view(torch.int8).double()
+        low, high = ((exact + sign * slack).round().clamp(-most, most) for sign in (-1, 1))
+    else:
+        codes = data.view(E4M3).double()
+        low, high = ((exact + sign * slack).float().clamp(-most, most).to(E4M3).double() for sign in (-1, 1))
+    wrong = ((codes < low) | (codes > high) | codes.isnan()).sum().item()
+    assert wrong == 0, f"{name}: {wrong} of {codes.numel()} are not the nearest"
 
 
 def k_major(v8: torch.Tensor) -> torch.Tensor:
@@ -161,20 +190,25 @@ def check(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: tor
     judged.count += 1
     check_means(case, found, q, k, v)
     wide_q, wide_k, wide_v = wide(q), wide(k), wide(v)
-    if found.k_mean is not None:
-        wide_k = wide_k - found.k_mean[:, None]
+    signs, block = signs_of(case), case.rotate_block or HADAMARD[wide_q.shape[-1]]
+    mean = None if found.k_mean is None else found.k_mean[:, None]
     if found.v_mean is not None:
         wide_v = wide_v - found.v_mean[:, None]
-    norm = 1.0
-    if (signs := signs_of(case)) is not None:
-        block = case.rotate_block or HADAMARD[wide_q.shape[-1]]
-        wide_q, wide_k = hadamard(wide_q * signs, block), hadamard(wide_k * signs, block)
-        norm = 1.0 / math.sqrt(block)
     for name, x, q_block in (("q", wide_q, case.q_block), ("k", wide_k, 128)):
-        data, scale = codes(x, norm, q_block, case.qk_format, name == "k" and case.qk_format == "e4m3")
-        same(f"{name}_scale", getattr(found, f"{name}_scale"), scale)
-        same(name, getattr(found, name), data)
-    data, scale = codes(wide_v, 1.0, 128, "e4m3")
+        data, scale = getattr(found, name), getattr(found, f"{name}_scale")
+        is_smooth = name == "k" and mean is not None
+        if signs is not None:
+            exact, norm = (x.double() - mean if is_smooth else x.double()) * signs, 1.0 / math.sqrt(block)
+            terms = x.double().abs() + (mean.double().abs() if is_smooth else 0.0)
+            sums = terms.unflatten(-1, (-1, block)).sum(-1).repeat_interleave(block, -1)
+            check_rotated(case, name, hadamard(exact, block) * norm, sums * norm, q_block, (data, scale))
+            continue
+        expected, expected_scale = codes(
+            x - mean if is_smooth else x, q_block, case.qk_format, name == "k" and case.qk_format == "e4m3"
+        )
+        same(f"{name}_scale", scale, expected_scale)
+        same(name, data, expected)
+    data, scale = codes(wide_v, 128, "e4m3")
     same("v_scale", found.v_scale, scale)
     same("v", found.v, k_major(data))
 

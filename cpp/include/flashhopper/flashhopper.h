@@ -149,6 +149,8 @@ typedef struct {
 // the rows that exist, and everything of a sequence is what a dense batch of it alone would give, bit for bit. What the
 // results hold where is said at flashhopper_forward8_params; q8 is (total_q, heads, D), k8 (total_k, kv_heads, D), v8
 // (kv_heads, Dv, keys), the means keep their batch dimension. What no existing row stands for is not written.
+//
+// Rotated rows are sums by the tensor cores, of up to 32 elements, and of those in float.
 typedef struct {
   flashhopper_tensor q;  // (batch, seqlen_q, heads,    head_dim)
   flashhopper_tensor k;  // (batch, seqlen_k, kv_heads, head_dim)
@@ -162,7 +164,7 @@ typedef struct {
   float* q_scale;  // (batch, heads, ceil(seqlen_q / q_block))
   float *k_scale, *v_scale;  // (batch, kv_heads, ceil(seqlen_k / 128))
   float* lse_shift;          // (batch, heads, seqlen_q): q . k_mean, neither rotated; null exactly where k_mean is
-  float* k_mean;             // (batch, kv_heads, D), or null
+  float* k_mean;             // (2, batch, kv_heads, D), the second half for the quantiser's own use, or null
   float* v_mean;             // (batch, kv_heads, Dv), or null
   int64_t batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v;
   int64_t columns, columns_v;  // D and Dv, as the caller allocated them; others than the computed ones are refused

@@ -86,7 +86,7 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: Numbers
         *((batch, seqlen_q, heads, columns), (batch, seqlen_k, kv_heads, columns)),
         (batch, kv_heads, columns_v, blocks * BLOCK_ROWS),
         *((batch, heads, -(-seqlen_q // numbers.q_block)), (batch, kv_heads, blocks), (batch, kv_heads, blocks)),
-        *((batch, heads, seqlen_q), (batch, kv_heads, columns), (batch, kv_heads, columns_v)),
+        *((batch, heads, seqlen_q), (2, batch, kv_heads, columns), (batch, kv_heads, columns_v)),
     ]
     result = _empty(q.device, shapes, numbers)
     _launch(q, k, v, result, numbers, (batch, seqlen_q, seqlen_k), NO_OFFSETS, (0, 0))
@@ -109,7 +109,7 @@ def quantize_packed(
     shapes = [
         *((total_q, heads, columns), (total_k, kv_heads, columns), (kv_heads, columns_v, blocks * BLOCK_ROWS)),
         *((heads, q_scales), (kv_heads, blocks), (kv_heads, blocks)),
-        *((heads, total_q), (batch, kv_heads, columns), (batch, kv_heads, columns_v)),
+        *((heads, total_q), (2, batch, kv_heads, columns), (batch, kv_heads, columns_v)),
     ]
     result = _empty(q.device, shapes, numbers)
     offsets = [None if x is None else x.contiguous() for x in packing[:4]]  # held until the launch
@@ -144,12 +144,14 @@ def _empty(device: torch.device, shapes: list[tuple[int, ...]], numbers: Numbers
     )
     dtypes = (qk, qk, e4m3, f32, f32, f32, f32, f32, f32)
     wanted = (*(True,) * 6, numbers.smooth_k, numbers.smooth_k, numbers.center_v)
-    return Quantized(
-        *(
-            torch.empty(shape, dtype=dtype, device=device) if is_wanted else None
-            for shape, dtype, is_wanted in zip(shapes, dtypes, wanted, strict=True)
-        )  # type: ignore[arg-type]
-    )
+    made = [
+        torch.empty(shape, dtype=dtype, device=device) if is_wanted else None
+        for shape, dtype, is_wanted in zip(shapes, dtypes, wanted, strict=True)
+    ]
+    place = Quantized._fields.index("k_mean")
+    if (mean := made[place]) is not None:
+        made[place] = mean[0]  # behind it the library keeps the same, rotated
+    return Quantized(*made)  # type: ignore[arg-type]
 
 
 def _launch(

@@ -70,25 +70,26 @@ FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, 
 template <class Element, class Shape, bool kSmooth>
 FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uint4* slots, float* mean) {
   RowsOperand const& operand = args.operands[at.is_k];
-  int const thread = thread_index();
   copy_rows<Element, Shape>(operand.source, at, slots);
   if constexpr (kSmooth) {
     int const mean_head = operand.by_group.quotient(at.head);
     float const* const from = operand.mean + (int64_t{at.sequence} * operand.mean_heads + mean_head) * Shape::kHeadDim;
-    if (thread < Shape::kHeadDim / 4) {
-      fetch_aligned(reinterpret_cast<uint4*>(mean + thread * 4), from + thread * 4, true);
+    FLASHHOPPER_UNROLL
+    for (int i = thread_index() % 32 * 4; i < Shape::kHeadDim; i += 32 * 4) {
+      fetch_vector(reinterpret_cast<uint4*>(mean + i), from + i);
     }
   }
 }
 
-// The shared memory of the kernel that is not the slots.
+// The shared memory of the kernel that is not the slots. Every warp has tasks and means of its own, so that it waits for
+// the others in nothing but the block's largest magnitude. What is read in one block's turn is written again after it.
 template <class Shape, bool kSmooth>
 struct RowsStorage {
-  static constexpr int kTurns = Shape::kStages + 1;  // what is read in one block's turn is written again in the third after it
-  uint4 signs[Shape::kVectors];                      // see sign_bits()
-  float means[kTurns][kSmooth ? Shape::kHeadDim : 4];
-  float maxima[2][Shape::kWarps];        // two, so that one barrier a block is enough
-  RowsTask tasks[kTurns][Shape::kWarps];  // of each warp
+  static constexpr int kTurns = Shape::kStages + 1;
+  uint4 signs[Shape::kVectors];  // see sign_bits()
+  float means[kTurns][Shape::kWarps][kSmooth ? Shape::kHeadDim : 4];
+  float maxima[2][Shape::kWarps];  // two, so that one barrier a block is enough
+  RowsTask tasks[kTurns][Shape::kWarps];
 };
 
 // The thread's rows from the slots of its warp, rotated.
@@ -116,9 +117,9 @@ template <class Shape, bool kSubtract>
 FLASHHOPPER_DEVICE void apply_mean(float const* mean, float (&x)[Shape::kRows][Shape::kElements],
                                    float (&dots)[Shape::kRows]) {
   int const c = thread_index() % 4;
+  float sums[Shape::kRows][4] = {};
   FLASHHOPPER_UNROLL
   for (int e = 0; e < Shape::kElements; e += 4) {
-    if (e % 16 == 0 && e > 0) __syncwarp();  // ptxas would load all means at once, and spill
     float m[4];
     load_floats(reinterpret_cast<float4 const*>(mean + e / 8 * 32 + 8 * c + e % 8), m, 4);
     FLASHHOPPER_UNROLL
@@ -129,7 +130,7 @@ FLASHHOPPER_DEVICE void apply_mean(float const* mean, float (&x)[Shape::kRows][S
         if constexpr (kSubtract) {
           value -= m[j];
         } else {
-          dots[r] = __fmaf_rn(value, m[j], dots[r]);
+          sums[r][j] = __fmaf_rn(value, m[j], sums[r][j]);
         }
       }
     }
@@ -137,6 +138,7 @@ FLASHHOPPER_DEVICE void apply_mean(float const* mean, float (&x)[Shape::kRows][S
   if constexpr (!kSubtract) {
     FLASHHOPPER_UNROLL
     for (int r = 0; r < Shape::kRows; ++r) {
+      dots[r] = (sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]);
       dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], 1);
       dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], 2);
     }
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
     if (thread % 32 == 0) next = found;
     __syncwarp();
     uint4* const to = slots + turn % Shape::kStages * Shape::kSlots + warp * (Shape::kSlots / Shape::kWarps);
-    if (next.task < count_tasks(args)) fetch_rows<Element, Shape, kSmooth>(args, next, to, storage.means[place]);
+    if (next.task < count_tasks(args)) fetch_rows<Element, Shape, kSmooth>(args, next, to, storage.means[place][warp]);
     commit_copies();  // of nothing where no task is left: what waits counts them
     return next.task;
   };
@@ -253,11 +255,7 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
     if (at.task >= count_tasks(args)) break;
     RowsOperand const& rows = args.operands[at.is_k];
     wait_for_copies<Shape::kStages - 1>();
-    if constexpr (kSmooth) {
-      __syncthreads();  // all threads see the mean, and have read the one that is overwritten next
-    } else {
-      __syncwarp();
-    }
+    __syncwarp();
     float x[Shape::kRows][Shape::kElements], amax[Shape::kRows], dots[Shape::kRows] = {};
     load_rows<Element, Shape>(slots + turn % Shape::kStages * Shape::kSlots + warp * (Shape::kSlots / Shape::kWarps),
                               storage.signs, operand, x);
@@ -265,16 +263,17 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
     last = fetch(turn + Shape::kStages, last + static_cast<int>(gridDim.x));
     if constexpr (kSmooth) {
       if (at.is_k) {
-        apply_mean<Shape, true>(storage.means[place], x, dots);
+        apply_mean<Shape, true>(storage.means[place][warp], x, dots);
       } else {
-        apply_mean<Shape, false>(storage.means[place], x, dots);
+        apply_mean<Shape, false>(storage.means[place][warp], x, dots);
       }
     }
     FLASHHOPPER_UNROLL
     for (int r = 0; r < Shape::kRows; ++r) {
-      amax[r] = 0.f;
+      float largest[4] = {};  // four at a time: one alone would wait for itself
       FLASHHOPPER_UNROLL
-      for (int e = 0; e < Shape::kElements; ++e) amax[r] = fmaxf(amax[r], fabsf(x[r][e]));
+      for (int e = 0; e < Shape::kElements; ++e) largest[e % 4] = fmaxf(largest[e % 4], fabsf(x[r][e]));
+      amax[r] = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
       // Rows past the end hold minus the mean.
       bool const exists = at.block * kScaleBlock + first_row() + 8 * r < at.seqlen;
       amax[r] = exists ? amax[r] * Shape::kNorm : 0.f;

@@ -101,6 +101,11 @@ FLASHHOPPER_DEVICE void fetch_unaligned(uint4* slot, void const* from, bool exis
   for (int i = 0; i < 8; ++i) to[i] = exists ? static_cast<uint16_t const*>(from)[i] : uint16_t{0};
 }
 
+// Eight bytes to device memory, whose address came out of shared memory: the compiler does not know where it leads.
+FLASHHOPPER_DEVICE void store_global(void* to, uint32_t low, uint32_t high) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(to)), "r"(low), "r"(high) : "memory");
+}
+
 template <class Element>
 FLASHHOPPER_DEVICE void unpack_vector(uint4 const& bits, float* values) {
   uint32_t const words[4] = {bits.x, bits.y, bits.z, bits.w};

@@ -34,7 +34,7 @@ struct RowsShape {
   static constexpr int kStages = 2;              // blocks on their way
   static constexpr int kSmemBytes = kStages * kSlots * 16;
   // At once on a multiprocessor: as many as registers and shared memory allow.
-  static constexpr int kCtas = kDim == 64 ? 3 : kDim <= 128 ? 2 : 1;
+  static constexpr int kCtas = kDim == 64 && !kSmooth ? 3 : kDim <= 128 ? 2 : 1;
   // One copy of a warp: kCopyRows rows of kCopyVectors vectors each, so that places differ by constants alone.
   static constexpr int kCopyVectors = kDim == 96 ? 4 : 8;
   static constexpr int kCopyRows = 32 / kCopyVectors;

@@ -34,15 +34,65 @@ FLASHHOPPER_DEVICE RowsTask next_rows(RowsArgs const& args, int task) {
   return {{.task = task}, 0};
 }
 
+// What a warp needs to know of a block.
+struct RowsWork {
+  void const* source;              // its first row
+  uint8_t* data;                   // likewise
+  int64_t row_place, block_place;  // of what belongs to its first row, and to it
+  int mean;                        // the number of its mean
+  int left;                        // rows from its first one to the sequence's end
+  int is_k;
+  int task;  // its number; count_tasks() or more: there is no block
+};
+
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE RowsWork work_of(RowsArgs const& args, RowsTask const& at) {
+  RowsOperand const& operand = args.operands[at.is_k];
+  int const first = at.block * kScaleBlock;
+  return {source_row<Element>(operand.source, at, first),
+          operand.data + at.row(operand.blocks, first) * Shape::kHeadDim,
+          at.row_place(operand.blocks, first),
+          at.block_place(operand.blocks),
+          at.sequence * operand.mean_heads + operand.by_group.quotient(at.head),
+          at.seqlen - first,
+          at.is_k,
+          at.task};
+}
+
+// Finds the next kBatch blocks that have rows, from task `from` on, and returns the task to go on from. In a dense batch
+// each lane finds one, for it takes as many instructions as a tenth of the work; in a packed one the whole warp
+// searches.
+inline constexpr int kBatch = 8;
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE int find_work(RowsArgs const& args, int from, RowsWork* works) {
+  int const lane = thread_index() % 32, step = static_cast<int>(gridDim.x);
+  RowsTask mine;
+  if (args.operands[0].blocks.is_packed()) {
+#pragma unroll 1
+    for (int i = 0; i < kBatch; ++i) {
+      RowsTask const found = next_rows(args, from);
+      if (lane == i) mine = found;
+      from = found.task + step;
+    }
+  } else {
+    mine = next_rows(args, from + lane % kBatch * step);
+    from += kBatch * step;
+  }
+  if (lane < kBatch) works[lane] = work_of<Element, Shape>(args, mine);
+  __syncwarp();
+  return from;
+}
+
 // Starts copying the rows of the warp. Addresses are the most of the work, so a block that is whole has a way of its
 // own: no conditions, one addition a row.
 template <class Element, class Shape>
-FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, uint4* to) {
-  int const lane = thread_index() % 32, first = at.block * kScaleBlock + warp_row();
+FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsWork const& at, uint4* to) {
+  int const lane = thread_index() % 32;
   constexpr int kVectors = Shape::kVectors;
   int const r = lane / Shape::kCopyVectors, v = lane % Shape::kCopyVectors;
-  if (source.vectors && source.head_dim == Shape::kHeadDim && first + Shape::kWarpRows <= at.seqlen) {
-    Element const* row = source_row<Element>(source, at, first + r) + v * 8;
+  auto const* const first = static_cast<Element const*>(at.source) + warp_row() * source.row_stride;
+  if (source.vectors && source.head_dim == Shape::kHeadDim && warp_row() + Shape::kWarpRows <= at.left) {
+    Element const* row = first + r * source.row_stride + v * 8;
     FLASHHOPPER_UNROLL
     for (int i = 0; i < Shape::kWarpRows; i += Shape::kCopyRows) {
       FLASHHOPPER_UNROLL
@@ -56,8 +106,8 @@ FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, 
 #pragma unroll 1
   for (int i = lane; i < Shape::kWarpRows * kVectors; i += 32) {
     int const row = i / kVectors, vector = i % kVectors;
-    bool const exists = first + row < at.seqlen && vector * 8 < source.head_dim;
-    Element const* const from = source_row<Element>(source, at, exists ? first + row : 0) + vector * 8;
+    bool const exists = warp_row() + row < at.left && vector * 8 < source.head_dim;
+    auto const* const from = exists ? first + row * source.row_stride + vector * 8 : static_cast<Element const*>(at.source);
     if (source.vectors) {
       fetch_aligned(to + row_place<Shape>(row, vector), from, exists);
     } else {
@@ -66,14 +116,13 @@ FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsTask const& at, 
   }
 }
 
-// Starts copying a task's block into the slots of the warp, and the mean that belongs to it.
+// Starts copying a block's rows into the slots of the warp, and the mean that belongs to it.
 template <class Element, class Shape, bool kSmooth>
-FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uint4* slots, float* mean) {
+FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsWork const& at, uint4* slots, float* mean) {
   RowsOperand const& operand = args.operands[at.is_k];
   copy_rows<Element, Shape>(operand.source, at, slots);
   if constexpr (kSmooth) {
-    int const mean_head = operand.by_group.quotient(at.head);
-    float const* const from = operand.mean + (int64_t{at.sequence} * operand.mean_heads + mean_head) * Shape::kHeadDim;
+    float const* const from = operand.mean + int64_t{at.mean} * Shape::kHeadDim;
     FLASHHOPPER_UNROLL
     for (int i = thread_index() % 32 * 4; i < Shape::kHeadDim; i += 32 * 4) {
       fetch_vector(reinterpret_cast<uint4*>(mean + i), from + i);
@@ -81,15 +130,16 @@ FLASHHOPPER_DEVICE void fetch_rows(RowsArgs const& args, RowsTask const& at, uin
   }
 }
 
-// The shared memory of the kernel that is not the slots. Every warp has tasks and means of its own, so that it waits for
-// the others in nothing but the block's largest magnitude. What is read in one block's turn is written again after it.
+// The shared memory of the kernel that is not the slots. Every warp has work and means of its own, so that it waits for
+// the others in nothing but the block's largest magnitude.
 template <class Shape, bool kSmooth>
 struct RowsStorage {
-  static constexpr int kTurns = Shape::kStages + 1;
+  static constexpr int kTurns = Shape::kStages + 1;  // a mean is read in its block's turn, and others are on their way
+  static_assert(Shape::kStages < kBatch);
   uint4 signs[Shape::kVectors];  // see sign_bits()
   float means[kTurns][Shape::kWarps][kSmooth ? Shape::kHeadDim : 4];
   float maxima[2][Shape::kWarps];  // two, so that one barrier a block is enough
-  RowsTask tasks[kTurns][Shape::kWarps];
+  RowsWork works[Shape::kWarps][2 * kBatch];
 };
 
 // The thread's rows from the slots of its warp, rotated.
@@ -180,40 +230,41 @@ FLASHHOPPER_DEVICE void store_row(float const (&x)[Shape::kElements], float fact
       for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(x[8 * group + 4 * w + j], factor);
       words[w] = kInt8 ? to_int8(y[0], y[1], y[2], y[3]) : to_e4m3(y[0], y[1], y[2], y[3]);
     }
-    *reinterpret_cast<uint2*>(to + 32 * group) = uint2{words[0], words[1]};
+    store_global(to + 32 * group, words[0], words[1]);
   }
 }
 
 // Casts and stores the thread's rows, whose largest magnitudes are `amax`, and products with the mean `dots`. Threads 0
 // and 1 of a quad each find one row's scale, which takes a division.
 template <class Shape>
-FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, QuantizeTask const& at, bool is_int8, bool has_dots,
+FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, RowsWork const& at, bool is_int8, bool has_dots,
                                    float const (&x)[Shape::kRows][Shape::kElements],
                                    float const (&amax)[Shape::kRows], float const (&dots)[Shape::kRows]) {
-  int const thread = thread_index(), c = thread % 4, first = at.block * kScaleBlock + first_row();
+  int const thread = thread_index(), c = thread % 4, first = first_row();
   float scale = scale_of(c % 2 == 0 ? amax[0] : amax[1], is_int8 ? 127.f : 448.f);
   if (operand.power_scales) scale = next_power_of_two(scale);
   float const inverse = Shape::kNorm * __frcp_rn(scale);
   if (operand.per_row || has_dots) {
-    int64_t const place = at.row_place(operand.blocks, first) + 8 * c;
-    bool const stores = c < Shape::kRows && first + 8 * c < at.seqlen;
+    int64_t const place = at.row_place + first + 8 * c;
+    bool const stores = c < Shape::kRows && first + 8 * c < at.left;
     if (stores && operand.per_row) operand.scale[place] = scale;
     // Rotated vectors have the product of those they come from, times the size of the matrix.
     if (stores && has_dots) operand.shift[place] = (c == 0 ? dots[0] : dots[1]) * (Shape::kNorm * Shape::kNorm);
   }
-  if (!operand.per_row && thread == 0) operand.scale[at.block_place(operand.blocks)] = scale;
-  uint8_t* to = operand.data + at.row(operand.blocks, first) * Shape::kHeadDim + 8 * c;
+  if (!operand.per_row && thread == 0) operand.scale[at.block_place] = scale;
+  int64_t const row_bytes = int64_t{operand.blocks.heads} * Shape::kHeadDim;
+  uint8_t* to = at.data + first * row_bytes + 8 * c;
   FLASHHOPPER_UNROLL
   for (int r = 0; r < Shape::kRows; ++r) {
     float const factor = __shfl_sync(0xffffffffu, inverse, r, 4);
-    if (first + 8 * r < at.seqlen) {
+    if (first + 8 * r < at.left) {
       if (is_int8) {
         store_row<Shape, true>(x[r], factor, to);
       } else {
         store_row<Shape, false>(x[r], factor, to);
       }
     }
-    to += int64_t{8 * Shape::kHeadDim} * operand.blocks.heads;
+    to += 8 * row_bytes;
   }
 }
 
@@ -234,38 +285,40 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
     __syncthreads();
   }
 
-  // Finds the task of a turn, the first from `from` on, and starts its copies. All of a warp's slots of that turn have
-  // been read.
-  auto const fetch = [&](int turn, int from) {
-    RowsTask const found = next_rows(args, from);
-    int const place = turn % Storage::kTurns;
-    RowsTask& next = storage.tasks[place][warp];
-    if (thread % 32 == 0) next = found;
-    __syncwarp();
-    uint4* const to = slots + turn % Shape::kStages * Shape::kSlots + warp * (Shape::kSlots / Shape::kWarps);
-    if (next.task < count_tasks(args)) fetch_rows<Element, Shape, kSmooth>(args, next, to, storage.means[place][warp]);
-    commit_copies();  // of nothing where no task is left: what waits counts them
-    return next.task;
+  RowsWork* const works = storage.works[warp];
+  uint4* const warp_slots = slots + warp * (Shape::kSlots / Shape::kWarps);
+  int next_task = static_cast<int>(blockIdx.x);
+  auto const prepare = [&](int turn) {
+    if (turn % kBatch == 0) next_task = find_work<Element, Shape>(args, next_task, works + turn % (2 * kBatch));
   };
-  int last = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // the task found last
-  for (int turn = 0; turn < Shape::kStages; ++turn) last = fetch(turn, last + static_cast<int>(gridDim.x));
+  // Starts the copies of a turn's block, where there is one. What they overwrite has been read by all of the warp.
+  auto const fetch = [&](int turn) {
+    RowsWork const& next = works[turn % (2 * kBatch)];
+    if (next.task < count_tasks(args)) {
+      fetch_rows<Element, Shape, kSmooth>(args, next, warp_slots + turn % Shape::kStages * Shape::kSlots,
+                                          storage.means[turn % Storage::kTurns][warp]);
+    }
+    commit_copies();  // of nothing where there is no block: what waits counts them
+  };
+  prepare(0);
+  for (int turn = 0; turn < Shape::kStages; ++turn) fetch(turn);
   for (int turn = 0;; ++turn) {
-    int const place = turn % Storage::kTurns;
-    RowsTask const& at = storage.tasks[place][warp];
+    RowsWork const& at = works[turn % (2 * kBatch)];
     if (at.task >= count_tasks(args)) break;
     RowsOperand const& rows = args.operands[at.is_k];
+    float const* const mean = storage.means[turn % Storage::kTurns][warp];
+    prepare(turn + Shape::kStages);  // here, where registers are free
     wait_for_copies<Shape::kStages - 1>();
     __syncwarp();
     float x[Shape::kRows][Shape::kElements], amax[Shape::kRows], dots[Shape::kRows] = {};
-    load_rows<Element, Shape>(slots + turn % Shape::kStages * Shape::kSlots + warp * (Shape::kSlots / Shape::kWarps),
-                              storage.signs, operand, x);
+    load_rows<Element, Shape>(warp_slots + turn % Shape::kStages * Shape::kSlots, storage.signs, operand, x);
     __syncwarp();
-    last = fetch(turn + Shape::kStages, last + static_cast<int>(gridDim.x));
+    fetch(turn + Shape::kStages);
     if constexpr (kSmooth) {
       if (at.is_k) {
-        apply_mean<Shape, true>(storage.means[place][warp], x, dots);
+        apply_mean<Shape, true>(mean, x, dots);
       } else {
-        apply_mean<Shape, false>(storage.means[place][warp], x, dots);
+        apply_mean<Shape, false>(mean, x, dots);
       }
     }
     FLASHHOPPER_UNROLL
@@ -275,8 +328,7 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
       for (int e = 0; e < Shape::kElements; ++e) largest[e % 4] = fmaxf(largest[e % 4], fabsf(x[r][e]));
       amax[r] = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
       // Rows past the end hold minus the mean.
-      bool const exists = at.block * kScaleBlock + first_row() + 8 * r < at.seqlen;
-      amax[r] = exists ? amax[r] * Shape::kNorm : 0.f;
+      amax[r] = first_row() + 8 * r < at.left ? amax[r] * Shape::kNorm : 0.f;
     }
     share_maxima<Shape, kSmooth>(rows, amax, storage.maxima[turn % 2]);
     store_rows<Shape>(rows, at, args.is_int8, kSmooth && !at.is_k, x, amax, dots);

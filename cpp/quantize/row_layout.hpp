@@ -21,20 +21,27 @@ template <int kDim, Rotation kRotation, bool kSmooth = false>
 struct RowsShape {
   static constexpr int kHeadDim = kDim;
   static constexpr Rotation kKind = kRotation;
-  static constexpr int kHadamard = kRotation == Rotation::kWide ? hadamard_block(kDim)
+  static constexpr int kHadamard = kRotation == Rotation::kWide    ? hadamard_block(kDim)
                                    : kRotation == Rotation::kQuads ? 4
                                                                    : 1;
   static constexpr int kThreads = 256, kWarps = kThreads / 32;
   static constexpr int kWarpRows = kScaleBlock / kWarps;
   static constexpr int kRows = 2;  // of a thread, 8 apart
   static constexpr int kGroups = kDim / 32;
-  static constexpr int kElements = 8 * kGroups;  // of a row in one thread: 8 * group + column
-  static constexpr int kVectors = kDim / 8;      // of a row
+  static constexpr int kElements = 8 * kGroups;          // of a row in one thread: 8 * group + column
+  static constexpr int kVectors = kDim / 8;              // of a row
   static constexpr int kSlots = kScaleBlock * kVectors;  // vectors of a block
-  static constexpr int kStages = 2;              // blocks on their way
+  static constexpr int kStages = 2;                      // blocks on their way
   static constexpr int kSmemBytes = kStages * kSlots * 16;
   // At once on a multiprocessor: as many as registers and shared memory allow.
-  static constexpr int kCtas = kDim == 64 && !kSmooth ? 3 : kDim <= 128 ? 2 : 1;
+  static constexpr bool kIsLight = kRotation == Rotation::kNone && !kSmooth;
+  static constexpr int kCtas = kIsLight                                                    ? (kDim == 64    ? 4
+                                                                                              : kDim == 96  ? 3
+                                                                                              : kDim <= 192 ? 2
+                                                                                                            : 1)
+                               : kDim == 64 && !(kSmooth && kRotation == Rotation::kQuads) ? 3
+                               : kDim <= 128                                               ? 2
+                                                                                           : 1;
   // One copy of a warp: kCopyRows rows of kCopyVectors vectors each, so that places differ by constants alone.
   static constexpr int kCopyVectors = kDim == 96 ? 4 : 8;
   static constexpr int kCopyRows = 32 / kCopyVectors;

@@ -59,8 +59,8 @@ FLASHHOPPER_DEVICE RowsWork work_of(RowsArgs const& args, RowsTask const& at) {
           at.task};
 }
 
-// Finds the next kBatch blocks that have rows, from task `from` on, and returns the task to go on from. In a dense batch
-// each lane finds one, for it takes as many instructions as a tenth of the work; in a packed one the whole warp
+// Finds the next kBatch blocks that have rows, from task `from` on, and returns the task to go on from. In a dense
+// batch each lane finds one, for it takes as many instructions as a tenth of the work; in a packed one the whole warp
 // searches.
 inline constexpr int kBatch = 8;
 template <class Element, class Shape>
@@ -107,7 +107,8 @@ FLASHHOPPER_DEVICE void copy_rows(SourceView const& source, RowsWork const& at, 
   for (int i = lane; i < Shape::kWarpRows * kVectors; i += 32) {
     int const row = i / kVectors, vector = i % kVectors;
     bool const exists = warp_row() + row < at.left && vector * 8 < source.head_dim;
-    auto const* const from = exists ? first + row * source.row_stride + vector * 8 : static_cast<Element const*>(at.source);
+    auto const* const from =
+        exists ? first + row * source.row_stride + vector * 8 : static_cast<Element const*>(at.source);
     if (source.vectors) {
       fetch_aligned(to + row_place<Shape>(row, vector), from, exists);
     } else {
@@ -142,19 +143,31 @@ struct RowsStorage {
   RowsWork works[Shape::kWarps][2 * kBatch];
 };
 
-// The thread's rows from the slots of its warp, rotated.
-template <class Element, class Shape>
-FLASHHOPPER_DEVICE void load_rows(uint4 const* slots, uint4 const* signs, HadamardOperand const& operand,
-                                  float (&x)[Shape::kRows][Shape::kElements]) {
+// The thread's vectors from the slots of its warp.
+template <class Shape>
+FLASHHOPPER_DEVICE void load_vectors(uint4 const* slots, uint4 (&raw)[Shape::kGroups][Shape::kRows]) {
   int const g = thread_index() % 32 / 4, c = thread_index() % 4;
   FLASHHOPPER_UNROLL
   for (int group = 0; group < Shape::kGroups; ++group) {
-    uint4 const raw[2] = {slots[row_place<Shape>(g, 4 * group + c)], slots[row_place<Shape>(g + 8, 4 * group + c)]};
+    FLASHHOPPER_UNROLL
+    for (int r = 0; r < Shape::kRows; ++r) raw[group][r] = slots[row_place<Shape>(g + 8 * r, 4 * group + c)];
+  }
+}
+
+// Its rows, rotated.
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE void rotate_rows(uint4 const (&raw)[Shape::kGroups][Shape::kRows], uint4 const* signs,
+                                    HadamardOperand const& operand, float (&x)[Shape::kRows][Shape::kElements]) {
+  FLASHHOPPER_UNROLL
+  for (int group = 0; group < Shape::kGroups; ++group) {
     if constexpr (Shape::kKind == Rotation::kNone) {
       FLASHHOPPER_UNROLL
-      for (int r = 0; r < Shape::kRows; ++r) unpack_vector<Element>(raw[r], x[r] + 8 * group);
+      for (int r = 0; r < Shape::kRows; ++r) {
+        unpack_vector<Element>(raw[group][r], x[r] + 8 * group);
+      }
     } else {
-      rotate_group<Element, Shape>(raw, signs[4 * group + c], operand, x[0] + 8 * group, x[1] + 8 * group);
+      rotate_group<Element, Shape>(raw[group], signs[4 * group + thread_index() % 4], operand, x[0] + 8 * group,
+                                   x[1] + 8 * group);
     }
   }
   FLASHHOPPER_UNROLL
@@ -193,6 +206,38 @@ FLASHHOPPER_DEVICE void apply_mean(float const* mean, float (&x)[Shape::kRows][S
       dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], 2);
     }
   }
+}
+
+// The largest magnitude of a row in the thread's columns, four at a time: one alone would wait for itself.
+template <class Shape>
+FLASHHOPPER_DEVICE float largest(float const (&x)[Shape::kElements]) {
+  float found[4] = {};
+  FLASHHOPPER_UNROLL
+  for (int e = 0; e < Shape::kElements; ++e) found[e % 4] = fmaxf(found[e % 4], fabsf(x[e]));
+  return fmaxf(fmaxf(found[0], found[1]), fmaxf(found[2], found[3]));
+}
+
+// The same of a row as it was read, two columns an instruction.
+template <class Element, class Shape>
+FLASHHOPPER_DEVICE float largest_packed(uint4 const (&raw)[Shape::kGroups][Shape::kRows], int r) {
+  uint32_t high[4], low[4];
+  FLASHHOPPER_UNROLL
+  for (int group = 0; group < Shape::kGroups; ++group) {
+    uint4 const& bits = raw[group][r];
+    uint32_t const words[4] = {bits.x, bits.y, bits.z, bits.w};
+    FLASHHOPPER_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      high[w] = group == 0 ? words[w] : max_of_pairs<Element>(high[w], words[w]);
+      low[w] = group == 0 ? words[w] : min_of_pairs<Element>(low[w], words[w]);
+    }
+  }
+  float found = 0.f;
+  FLASHHOPPER_UNROLL
+  for (int w = 0; w < 4; ++w) {
+    float2 const most = unpack<Element>(high[w]), least = unpack<Element>(low[w]);
+    found = fmaxf(found, fmaxf(fmaxf(fabsf(most.x), fabsf(least.x)), fmaxf(fabsf(most.y), fabsf(least.y))));
+  }
+  return found;
 }
 
 // From the largest magnitude that a thread found in each of its rows, in the columns that it holds, to that of the
@@ -238,8 +283,8 @@ FLASHHOPPER_DEVICE void store_row(float const (&x)[Shape::kElements], float fact
 // and 1 of a quad each find one row's scale, which takes a division.
 template <class Shape>
 FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, RowsWork const& at, bool is_int8, bool has_dots,
-                                   float const (&x)[Shape::kRows][Shape::kElements],
-                                   float const (&amax)[Shape::kRows], float const (&dots)[Shape::kRows]) {
+                                   float const (&x)[Shape::kRows][Shape::kElements], float const (&amax)[Shape::kRows],
+                                   float const (&dots)[Shape::kRows]) {
   int const thread = thread_index(), c = thread % 4, first = first_row();
   float scale = scale_of(c % 2 == 0 ? amax[0] : amax[1], is_int8 ? 127.f : 448.f);
   if (operand.power_scales) scale = next_power_of_two(scale);
@@ -280,7 +325,8 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
   HadamardOperand const operand = hadamard_operand<Element>(kRotation, thread % 32);
   if constexpr (kRotation != Rotation::kNone) {
     if (thread < kDim / 2) {
-      reinterpret_cast<uint32_t*>(storage.signs)[thread] = sign_bits(args.signs[2 * thread], args.signs[2 * thread + 1]);
+      reinterpret_cast<uint32_t*>(storage.signs)[thread] =
+          sign_bits(args.signs[2 * thread], args.signs[2 * thread + 1]);
     }
     __syncthreads();
   }
@@ -310,10 +356,12 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
     prepare(turn + Shape::kStages);  // here, where registers are free
     wait_for_copies<Shape::kStages - 1>();
     __syncwarp();
-    float x[Shape::kRows][Shape::kElements], amax[Shape::kRows], dots[Shape::kRows] = {};
-    load_rows<Element, Shape>(warp_slots + turn % Shape::kStages * Shape::kSlots, storage.signs, operand, x);
+    uint4 raw[Shape::kGroups][Shape::kRows];
+    load_vectors<Shape>(warp_slots + turn % Shape::kStages * Shape::kSlots, raw);
     __syncwarp();
     fetch(turn + Shape::kStages);
+    float x[Shape::kRows][Shape::kElements], amax[Shape::kRows], dots[Shape::kRows] = {};
+    if constexpr (!Shape::kIsLight) rotate_rows<Element, Shape>(raw, storage.signs, operand, x);
     if constexpr (kSmooth) {
       if (at.is_k) {
         apply_mean<Shape, true>(mean, x, dots);
@@ -323,14 +371,17 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
     }
     FLASHHOPPER_UNROLL
     for (int r = 0; r < Shape::kRows; ++r) {
-      float largest[4] = {};  // four at a time: one alone would wait for itself
-      FLASHHOPPER_UNROLL
-      for (int e = 0; e < Shape::kElements; ++e) largest[e % 4] = fmaxf(largest[e % 4], fabsf(x[r][e]));
-      amax[r] = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+      if constexpr (Shape::kIsLight) {
+        amax[r] = largest_packed<Element, Shape>(raw, r);
+      } else {
+        amax[r] = largest<Shape>(x[r]);
+      }
       // Rows past the end hold minus the mean.
       amax[r] = first_row() + 8 * r < at.left ? amax[r] * Shape::kNorm : 0.f;
     }
     share_maxima<Shape, kSmooth>(rows, amax, storage.maxima[turn % 2]);
+    if constexpr (Shape::kIsLight)
+      rotate_rows<Element, Shape>(raw, storage.signs, operand, x);  // no more than unpacked
     store_rows<Shape>(rows, at, args.is_int8, kSmooth && !at.is_k, x, amax, dots);
   }
   await_previous();  // the values may still be on their way: what follows this kernel must find them too

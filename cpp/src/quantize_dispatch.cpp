@@ -232,8 +232,9 @@ void set_means(flashhopper_quantize_params const& p, MeansArgs* args) {
   }
   args->rotated_k = rotated_mean(p);
   args->signs = p.signs;
-  args->hadamard = p.signs == nullptr                  ? 1
-                   : p.rotate_block == kQuads ? kQuads : hadamard_block(computed_head_dim(static_cast<int>(p.head_dim)));
+  args->hadamard = p.signs == nullptr         ? 1
+                   : p.rotate_block == kQuads ? kQuads
+                                              : hadamard_block(computed_head_dim(static_cast<int>(p.head_dim)));
 }
 
 void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {

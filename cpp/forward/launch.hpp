@@ -11,10 +11,9 @@ template <class Traits>
 cudaError_t launch_forward(typename Traits::Args const& args, int grid, int device, cudaStream_t stream) {
   static_assert(sizeof(ForwardStorage<Traits>) <= smem_bytes(Traits::kConfig), "barriers outgrew kBarrierBytes");
   void* parameters[] = {const_cast<typename Traits::Args*>(&args)};
-  Start const start = args.schedule.is_packed() ? Start::kWithPrevious : Start::kAfterPrevious;
   return launch<forward_kernel<Traits>>(grid, Traits::kThreads, parameters,
-                                        static_cast<int>(smem_bytes(Traits::kConfig)), device, stream, start,
-                                        args.cluster);
+                                        static_cast<int>(smem_bytes(Traits::kConfig)), device, stream,
+                                        Start::kWithPrevious, args.cluster);
 }
 
 }  // namespace flashhopper

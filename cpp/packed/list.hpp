@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kListThreads) list_blocks_kernel(__grid_consta
   __shared__ int tile_work[kListThreads];
   __shared__ int ends[kListThreads];  // blocks of a sequence, then with all before it
   __shared__ int of_warps[kListThreads / 32];
+  await_previous();  // the lengths may be its work, and the call before may still read the list
   allow_next();
   int const thread = static_cast<int>(threadIdx.x);
   int const sequence_count = args.batch + 1;  // and what lies behind the last

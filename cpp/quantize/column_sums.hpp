@@ -24,7 +24,8 @@ FLASHHOPPER_DEVICE uint4 load_vector(Element const* from, bool is_aligned) {
 template <class Element>
 __global__ void __launch_bounds__(kSumThreads) column_sums_kernel(__grid_constant__ MeansArgs const args) {
   __shared__ float sums[kSumThreads * 8];
-  allow_next();
+  await_previous();
+  allow_next();  // now: the values' kernel reads V without waiting
   int const k_chunks = args.operands[0].chunks.tasks;
   bool const is_v = static_cast<int>(blockIdx.x) >= k_chunks;
   MeansOperand const& operand = args.operands[is_v];

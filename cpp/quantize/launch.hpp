@@ -48,7 +48,7 @@ cudaError_t launch_column_sums(MeansArgs const& args, int device, cudaStream_t s
   for (MeansOperand const& operand : args.operands) grid += operand.chunks.tasks;
   if (grid == 0) return cudaSuccess;
   void* parameters[] = {const_cast<MeansArgs*>(&args)};
-  return launch<column_sums_kernel<Element>>(grid, kSumThreads, parameters, 0, device, stream);
+  return launch<column_sums_kernel<Element>>(grid, kSumThreads, parameters, 0, device, stream, Start::kWithPrevious);
 }
 
 }  // namespace flashhopper

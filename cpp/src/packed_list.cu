@@ -6,7 +6,7 @@ namespace flashhopper {
 
 cudaError_t launch_list_blocks(ListArgs const& args, int device, cudaStream_t stream) {
   void* parameters[] = {const_cast<ListArgs*>(&args)};
-  return launch<list_blocks_kernel>(1, kListThreads, parameters, 0, device, stream);
+  return launch<list_blocks_kernel>(1, kListThreads, parameters, 0, device, stream, Start::kWithPrevious);
 }
 
 }  // namespace flashhopper

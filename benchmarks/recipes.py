@@ -113,9 +113,9 @@ def ablation_table(tensors: str, windows: dict[str, int] | None) -> str:
         if case.family == "llm" or case.name == "2048, d128":
             label = case.name.split(",")[0] if case.family == "llm" else case.family
             columns[label] = errors(case, variants)
-            sums = errors(case, {"x": best}, row_sum="rounded")
-            columns[label]["row sums of rounded P"] = sums["x"]
-    names = [*variants, "row sums of rounded P"]
+            sums = errors(case, {"x": best}, row_sum="exact")
+            columns[label]["row sums of P before rounding"] = sums["x"]
+    names = [*variants, "row sums of P before rounding"]
     rows = [[name, *(f"{column[name]:.2e}" for column in columns.values())] for name in names]
     return _grid(["variant", *columns], rows)
 

@@ -172,22 +172,24 @@ struct OnlineSoftmax {
 };
 
 // The same where scores carry a factor of their own in every key block and row, and probabilities are to be rounded to
-// e4m3. Probabilities are 2^(s - maximum + kProbabilityBits), to fill e4m3's range. Maxima are in base 2, scaled.
+// e4m3. Probabilities are 2^(s - reference + kProbabilityBits), to fill e4m3's range; everything is in base 2, scaled.
+// The reference of a block is its own maximum, not the row's: e4m3 ends 18 bits below 2^8, and in a block that lies far
+// below the row's maximum most weights would round to zero and be missing in output and sum. Sums follow it down.
 struct ScaledSoftmax {
   static constexpr float kProbabilityBits = 8.f;  // 2^8 < 448
-  // The maximum of a row that has seen nothing: finite, so that differences are never NaN, and below every score.
+  // How far below the row's maximum the reference may fall: sums grow by as much. Weights below 2^-34 of the row's
+  // largest are lost.
+  static constexpr float kDropBits = 16.f;
+  // Both of a row that has seen nothing: finite, so that differences are never NaN, and below every score.
   static constexpr float kNothing = -1e38f;
-  float row_max[kRowsPerThread] = {kNothing, kNothing};
-  float row_sum[kRowsPerThread] = {0.f, 0.f};  // of this thread's columns only, until finish()
-  // In a block whose every probability is below 1 (256 is the row's largest), many may round to zero and be missing in
-  // a sum of rounded ones: where one weight towers over 100,000 others, those are a third of what the row loses.
-  static constexpr float kFarBits = 8.f, kLeastRounded = 1.f / 1024;
-  bool is_far[kRowsPerThread] = {false, false};
+  float reference[kRowsPerThread] = {kNothing, kNothing};
+  float lowest[kRowsPerThread] = {kNothing, kNothing};  // the row's maximum so far, less kDropBits
+  float row_sum[kRowsPerThread] = {0.f, 0.f};           // of this thread's columns only, until finish()
 
-  // Raises row r's maximum. Raw scores are zero + score; factor turns a score into base 2. Returns the factor for the
-  // earlier sum and output, which is 1 in a block that is far below the maximum.
+  // Moves row r's reference to the new scores. Raw scores are zero + score; factor turns a score into base 2. Returns
+  // the factor for the earlier sum and output, which is up to 2^kDropBits.
   template <int kElements>
-  FLASHHOPPER_HOST_DEVICE float raise_max(float const (&scores)[kElements], int r, float zero, float factor) {
+  FLASHHOPPER_HOST_DEVICE float move_reference(float const (&scores)[kElements], int r, float zero, float factor) {
     float even = scores[2 * r], odd = scores[2 * r + 1];
     FLASHHOPPER_UNROLL
     for (int e = 4; e < kElements; e += 2) {
@@ -197,17 +199,18 @@ struct ScaledSoftmax {
     }
     float block_max = quad_max(fmaxf(even, odd));
     if (zero != 0.f) block_max -= zero;
-    float const raised = fmaxf(row_max[r], block_max * factor);
-    is_far[r] = block_max * factor < raised - kFarBits;
-    float const rescale = fast_exp2(row_max[r] - raised);
-    row_max[r] = raised;
+    float const moved = fmaxf(lowest[r], block_max * factor);
+    // After it, so that no score waits for it: where a block raises the bound its own maximum is higher still.
+    lowest[r] = fmaxf(lowest[r], moved - kDropBits);
+    float const rescale = fast_exp2(reference[r] - moved);
+    reference[r] = moved;
     return rescale;
   }
 
   // Replaces the scores of row r by probabilities.
   template <int kElements>
   FLASHHOPPER_HOST_DEVICE void exponentiate(float (&scores)[kElements], int r, float zero, float factor) const {
-    float subtract = row_max[r] - kProbabilityBits;
+    float subtract = reference[r] - kProbabilityBits;
     if (zero != 0.f) subtract += zero * factor;
     FLASHHOPPER_UNROLL
     for (int e = 0; e < kElements; ++e) {
@@ -218,16 +221,6 @@ struct ScaledSoftmax {
   // The row sum of a block's probabilities joins the rescaled sum.
   FLASHHOPPER_HOST_DEVICE void add_sum(float sum, int r, float rescale) { row_sum[r] = row_sum[r] * rescale + sum; }
 
-  // The probabilities of row r that round to zero join the sum, if the block is far below the maximum: its rescale is 1.
-  template <int kElements>
-  FLASHHOPPER_HOST_DEVICE void add_lost(float const (&probabilities)[kElements], int r) {
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < kElements; ++e) {
-      if (accumulator_row(e) != r) continue;
-      row_sum[r] += is_far[r] && probabilities[e] < kLeastRounded ? probabilities[e] : 0.f;
-    }
-  }
-
   // As OnlineSoftmax's.
   FLASHHOPPER_HOST_DEVICE void finish(float (&normalise)[kRowsPerThread], float (&lse)[kRowsPerThread]) {
     constexpr float kLn2 = 0.69314718055994530942f;
@@ -236,7 +229,7 @@ struct ScaledSoftmax {
       float const sum = quad_sum(row_sum[r]);
       bool const empty = sum == 0.f;
       normalise[r] = empty ? 0.f : fast_reciprocal(sum);
-      lse[r] = empty ? -INFINITY : (row_max[r] - kProbabilityBits + fast_log2(sum)) * kLn2;
+      lse[r] = empty ? -INFINITY : (reference[r] - kProbabilityBits + fast_log2(sum)) * kLn2;
     }
   }
 };

@@ -113,20 +113,16 @@ struct Consumer8 : ForwardConsumer<Traits> {
           warpgroup_fence_operand(tSrS);
           if (has_mask) this->apply_mask(scores, storage.tile[slot], n);
           float const factor[kRowsPerThread] = {nonzero(q_factor[0] * scales.k), nonzero(q_factor[1] * scales.k)};
-          float raised[kRowsPerThread];
-          raised[0] = softmax.raise_max(scores, 0, kZero, factor[0]);
+          float moved[kRowsPerThread];
+          moved[0] = softmax.move_reference(scores, 0, kZero, factor[0]);
           softmax.exponentiate(scores, 0, kZero, factor[0]);
           this->release_after(storage.k_empty, at_k, scores[0]);
           midst();
-          raised[1] = softmax.raise_max(scores, 1, kZero, factor[1]);
+          moved[1] = softmax.move_reference(scores, 1, kZero, factor[1]);
           softmax.exponentiate(scores, 1, kZero, factor[1]);
           end();
-          if (__any_sync(0xffffffffu, softmax.is_far[0] || softmax.is_far[1])) {
-            FLASHHOPPER_UNROLL
-            for (int r = 0; r < kRowsPerThread; ++r) softmax.add_lost(scores, r);
-          }
-          rescale[0] = raised[0];
-          rescale[1] = raised[1];
+          rescale[0] = moved[0];
+          rescale[1] = moved[1];
           change = scales.change;
           unit = scales.v;
           pack_probabilities(scores, probabilities);

@@ -33,8 +33,9 @@ class ScaleReader {
 
  private:
   // Values this much smaller than others of the tile count as if they were not smaller, 0 for all that 8 bits can show.
-  // In a smaller unit, the sum of the others might leave the range of a float.
-  static constexpr float kLeastUnit = 0x1p-80f;
+  // In a smaller unit, the sum of the others might leave the range of a float: 2^20 values of 448, weights of 2^8 and
+  // 2^16 that the reference of the softmax may fall make 2^117.
+  static constexpr float kLeastUnit = 0x1p-64f;
   float largest_ = 0.f, unit_ = 0.f;
 };
 

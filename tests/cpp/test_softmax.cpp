@@ -88,7 +88,7 @@ void run_scaled(int blocks, double keep_probability, double spread, float zero, 
     }
     for (int r = 0; r < kRowsPerThread; ++r) {
       float const factor = q_factor[r] * k_scale;
-      rescale[r] = softmax.raise_max(scores, r, zero, factor);
+      rescale[r] = softmax.move_reference(scores, r, zero, factor);
       softmax.exponentiate(scores, r, zero, factor);
       output[r] *= rescale[r] * (unit / v_scale);
     }
@@ -121,17 +121,32 @@ void run_scaled(int blocks, double keep_probability, double spread, float zero, 
   }
 }
 
+// To e4m3 and back, to nearest even: three bits after the leading one, steps of 2^-9 below 2^-6.
+float round_e4m3(float p) {
+  if (p == 0.f || std::isnan(p)) return p;
+  float const step = std::ldexp(1.f, std::max(std::ilogb(p), -6) - 3);
+  return std::nearbyint(p / step) * step;
+}
+
+// One block through both rows, as the kernel does it: scores become probabilities, rounded. Returns row 0's rescale.
+float add_block(ScaledSoftmax& softmax, float (&scores)[kElements], float factor = 1.f) {
+  float rescale[kRowsPerThread];
+  for (int r = 0; r < kRowsPerThread; ++r) {
+    rescale[r] = softmax.move_reference(scores, r, 0.f, factor);
+    softmax.exponentiate(scores, r, 0.f, factor);
+  }
+  for (float& p : scores) p = round_e4m3(p);
+  for (int r = 0; r < kRowsPerThread; ++r) softmax.add_sum(sum_of(scores, r), r, rescale[r]);
+  return rescale[0];
+}
+
 // Equal scores: every weight is 2^8, whatever the factor, and lse the logarithm of their number.
 void equal_scores_are_equal_weights() {
   for (float factor : {0.f, 1e-3f, 1.f}) {
     ScaledSoftmax softmax;
     float scores[kElements];
     for (float& score : scores) score = 3.f;
-    for (int r = 0; r < kRowsPerThread; ++r) {
-      float const rescale = softmax.raise_max(scores, r, 0.f, factor);
-      softmax.exponentiate(scores, r, 0.f, factor);
-      softmax.add_sum(sum_of(scores, r), r, rescale);
-    }
+    add_block(softmax, scores, factor);
     for (float p : scores) CHECK(close(p, 256.0, 1e-4));
     float normalise[kRowsPerThread], lse[kRowsPerThread];
     softmax.finish(normalise, lse);
@@ -139,18 +154,81 @@ void equal_scores_are_equal_weights() {
   }
 }
 
-void scaled_nan_stays_visible() {
-  ScaledSoftmax softmax;
-  float scores[kElements];
-  for (float& score : scores) score = NAN;
-  float normalise[kRowsPerThread], lse[kRowsPerThread];
-  for (int r = 0; r < kRowsPerThread; ++r) {
-    float const rescale = softmax.raise_max(scores, r, 0.f, 1.f);
-    softmax.exponentiate(scores, r, 0.f, 1.f);
-    softmax.add_sum(sum_of(scores, r), r, rescale);
+// A score, then a thousand blocks below it, whose weights would round to zero beside the largest. At 24 bits the
+// reference stays 8 above them; at 40 they do round to zero.
+void far_blocks_keep_their_weight() {
+  for (float depth : {0.f, 8.f, 20.f, 24.f, 40.f}) {
+    constexpr int kBlocks = 1000, kColumns = kElements / 2;
+    ScaledSoftmax softmax;
+    float scores[kElements];
+    for (int e = 0; e < kElements; ++e) scores[e] = e == 0 || e == 2 ? 5.f : -INFINITY;
+    add_block(softmax, scores);
+    for (int block = 0; block < kBlocks; ++block) {
+      for (float& score : scores) score = 5.f - depth;
+      add_block(softmax, scores);
+    }
+    float normalise[kRowsPerThread], lse[kRowsPerThread];
+    softmax.finish(normalise, lse);
+    double const others = depth < 34.f ? kBlocks * kColumns * std::exp2(-double{depth}) : 0.0;
+    for (int r = 0; r < kRowsPerThread; ++r) {
+      CHECK(std::abs(lse[r] - (5.0 * std::log(2.0) + std::log1p(others))) <= 2e-6);
+      // The large weight's share of the output, relative to the reference that the last block left.
+      double const weight = std::exp2(5.0 + 8.0 - softmax.reference[r]);
+      CHECK(close(weight * normalise[r], 1.0 / (1.0 + others), 1e-5));
+    }
   }
-  softmax.finish(normalise, lse);
-  for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
+}
+
+// The reference is the maximum of each block, at most 16 below the row's so far; masked blocks leave it at its lowest
+// and change nothing, and sums follow.
+void references_fall_and_rise() {
+  ScaledSoftmax softmax;
+  double highest = -INFINITY, sum = 0;
+  float before = ScaledSoftmax::kNothing;
+  for (float maximum : {-INFINITY, -7.f, -9.5f, -INFINITY, -20.f, -60.f, -INFINITY, -11.f, 3.f, 3.f, -2.25f, -30.f,
+                        40.f, 39.f, 20.f, -INFINITY, 41.5f}) {
+    float scores[kElements];
+    for (int e = 0; e < kElements; ++e) scores[e] = e < 4 ? maximum : maximum - 1.f;
+    float const rescale = add_block(softmax, scores);
+    highest = std::max(highest, double{maximum});
+    if (maximum != -INFINITY) sum += (2 + 14 * 0.5) * std::exp2(double{maximum});
+    for (float p : scores) CHECK(p >= 0.f && p <= 256.f);
+    if (highest == -INFINITY) {
+      CHECK(softmax.reference[0] == before && softmax.row_sum[0] == 0.f);
+      continue;
+    }
+    float const reference = static_cast<float>(std::max(double{maximum}, highest - 16.0));
+    CHECK(softmax.reference[0] == reference && softmax.reference[1] == reference);
+    CHECK(rescale == std::exp2(before - reference) && rescale <= 65536.f);
+    before = reference;
+    ScaledSoftmax copy = softmax;
+    float normalise[kRowsPerThread], lse[kRowsPerThread];
+    copy.finish(normalise, lse);
+    for (float x : lse) CHECK(close(x, std::log(sum), 1e-6));
+  }
+}
+
+// NaN reaches both results, whether of a whole block or of one score, before, among or after others; an infinite score
+// gives NaN.
+void scaled_nan_stays_visible() {
+  for (float bad : {NAN, INFINITY}) {
+    for (bool everywhere : {false, true}) {
+      for (int at : {0, 1, 2}) {
+        ScaledSoftmax softmax;
+        for (int block = 0; block < 3; ++block) {
+          float scores[kElements];
+          for (int e = 0; e < kElements; ++e) {
+            bool const is_bad = block == at && (everywhere || e == 5 || e == 7);
+            scores[e] = is_bad ? bad : -30.f * static_cast<float>(block);
+          }
+          add_block(softmax, scores);
+        }
+        float normalise[kRowsPerThread], lse[kRowsPerThread];
+        softmax.finish(normalise, lse);
+        for (int r = 0; r < kRowsPerThread; ++r) CHECK(std::isnan(lse[r]) && std::isnan(normalise[r]));
+      }
+    }
+  }
 }
 
 // Where the maximum did not rise nothing is rescaled, and the largest weight is exactly 1, which rounds to itself.
@@ -269,6 +347,8 @@ int main() {
   nan_stays_visible(true);
   scaled_nan_stays_visible();
   equal_scores_are_equal_weights();
+  far_blocks_keep_their_weight();
+  references_fall_and_rise();
   std::mt19937 random(7);
   for (float shift : {0.f, 15.f}) sinks_join_the_sum(shift, random);
   rows_without_keys_keep_the_sink(random);

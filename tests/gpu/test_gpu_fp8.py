@@ -14,6 +14,8 @@ from fp8_support import OUT_LIMIT, RECIPES, Case, attend, check_case, draw8, jud
 from gpu_support import DTYPES, materialised
 
 import flashhopper
+from flashhopper.fp8 import emulate
+from flashhopper.fp8 import quantize as torch_quantizer
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128), (72, 72), (40, 40), (128, 40), (104, 200))
@@ -257,3 +259,34 @@ def test_blocks_of_small_values_keep_their_weight(
         expected, _ = materialised(q, k, v, False, torch.float64)
         error = (out.double() - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
         assert error < 0.1, f"relative rmse {error:.2e}, center_v={center}"
+
+
+@pytest.mark.parametrize("qk_format", ["int8", "e4m3"])
+@pytest.mark.parametrize("dims", ROWS, ids=str)
+def test_many_small_weights_beside_a_large_one(dims: tuple[int, int], qk_format: str) -> None:
+    """Each rounds to zero beside the largest, 20 bits above them; together they are a share of the row and all of its
+    output. They are equal, so those that share a block with none larger round alike, by up to 6 %.
+    """
+    for large in (8191, 3000, 0):
+        q = torch.zeros(1, 130, 1, dims[0], device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.zeros(1, 8192, 1, dim, device="cuda", dtype=torch.bfloat16) for dim in dims)
+        q[..., 0], k[:, large, :, 0] = 16.0, 20 * math.log(2) / 2  # times the scale of 1 / 8
+        v[:] = 1.0
+        v[:, large // 128 * 128 :][:, :128] = 0.0
+        v[:, :256] *= 2.0**-30  # sums change their unit as well as their reference
+        recipe = flashhopper.Fp8Recipe(qk_format, rotate=False, smooth_k=False, center_v=False)
+        qkv = torch_quantizer.quantize(q, k, v, recipe)
+        out, lse = attend(qkv, False, 0.125)
+        expected, expected_lse = materialised(*qkv.to_reference(), False, torch.float64, 0.125)
+        assert (lse.double() - expected_lse).abs().max() <= 1e-3
+        assert ((out.double() - expected).abs() <= 0.07 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("dims", ROWS, ids=str)
+def test_lse_does_not_drift_over_a_thousand_blocks(dims: tuple[int, int]) -> None:
+    """Sums are multiplied by a fresh exponential in every block, good to 2 units in the last place."""
+    case = Case(1, 128, 131072, 1, 1).with_dims(dims)
+    qkv = quantized(case, *draw8(case))
+    _, lse = attend(qkv, False)
+    _, expected = emulate.attention(qkv)
+    assert (lse - expected).abs().max() <= 5e-4

@@ -53,11 +53,13 @@ def oracle(
     hidden |= (j > i) if causal else ((j > i + right) if right >= 0 else hidden)
     hidden |= (j < i - left) if left >= 0 else hidden
     s = s.masked_fill(hidden, -math.inf)
-    m = torch.full((batch, heads, seqlen_q, 1), -math.inf).double()
+    m = torch.full((batch, heads, seqlen_q, 1), -math.inf).double()  # the reference
+    highest = m
     total, row_sum = torch.zeros(batch, heads, seqlen_q, v.shape[-1]).double(), torch.zeros_like(m)
     for begin in reversed(range(0, seqlen_k, 128)):
         tile = slice(begin, min(begin + 128, seqlen_k))
-        new = torch.maximum(m, s[..., tile].amax(-1, keepdim=True))
+        highest = torch.maximum(highest, s[..., tile].amax(-1, keepdim=True))
+        new = torch.maximum(highest - 16, s[..., tile].amax(-1, keepdim=True))
         seen = ~torch.isinf(new)
         p = torch.where(seen, torch.exp2(s[..., tile] - new + 8), 0.0)
         decay = torch.where(seen, torch.exp2(m - new), 1.0)
@@ -73,7 +75,8 @@ def oracle(
         lse = lse + scale * qkv.lse_shift.double()
     # A probability on the edge of two e4m3 numbers may round either way: a sixteenth of its own weight.
     largest = v.abs().amax((2, 3)) / 16 * 2
-    return out, lse, (256 * largest[:, :, None, None] / safe).transpose(1, 2)
+    weight = torch.where(seen, torch.exp2(highest - m + 8), 0.0)
+    return out, lse, (weight * largest[:, :, None, None] / safe).transpose(1, 2)
 
 
 def draw_qkv(data: st.DataObject) -> fh.Fp8QKV:
@@ -174,6 +177,24 @@ def test_blocks_of_small_values_keep_their_weight(dim: int, small: float) -> Non
         ref, ref_lse = fh.reference_attention(q, k, v)
         assert (out.double() - ref).norm() <= 0.06 * ref.norm()
         assert (lse.double() - ref_lse).abs().max() <= 0.05
+
+
+@pytest.mark.parametrize("bits", [12, 20, 24])
+@pytest.mark.parametrize("where", ["last", "middle", "first"])
+def test_many_small_weights_beside_a_large_one(where: str, bits: int) -> None:
+    """Each rounds to zero beside the largest; together they are a share of the row, and of the output all."""
+    seqlen_k, dim = 64 * 128, 64
+    q, k = torch.zeros(1, 2, 1, dim), torch.zeros(1, seqlen_k, 1, dim)
+    large = {"last": seqlen_k - 1, "middle": 3000, "first": 0}[where]
+    q[..., 0], k[:, large, :, 0] = 16.0, bits * math.log(2) / 2  # scale 1 / 8
+    v = torch.ones(1, seqlen_k, 1, dim)
+    v[:, large // 128 * 128 :][:, :128] = 0.0
+    v[:, :256] *= 2.0**-30  # sums change their unit as well as their reference
+    recipe = fh.Fp8Recipe(rotate=False, smooth_k=False, center_v=False)
+    out, lse = emulate.attention(fh.quantize_fp8(*(x.bfloat16() for x in (q, k, v)), recipe), out_dtype=torch.float32)
+    ref, ref_lse = fh.reference_attention(*(x.bfloat16() for x in (q, k, v)))
+    assert (lse - ref_lse).abs().max() <= 2e-4
+    assert ((out - ref).abs() <= 0.02 * ref.abs()).all()
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES.keys())

@@ -4,13 +4,16 @@ report and tests; after it: quantize.py, accumulator.py, engine/tiles.py, engine
 Keys come in tiles of 128, the last visible tile first. In base 2, for row r and tile j,
 
     f = q_scale[r] softmax_scale log2(e) k_scale[j],   s = f (q . k)
-    m_new = max(m, max s),   p = 2^(s - m_new + 8),   l = l 2^(m - m_new) + sum(e4m3(p))
-    O = O 2^(m - m_new) v_scale[j + 1] / v_scale[j] + e4m3(p) @ v,   at the end  out = O v_scale / l + v_mean
+    low = max(low, max s - 16),   m_new = max(max s, low),   p = 2^(s - m_new + 8)
+    l = l 2^(m - m_new) + sum(e4m3(p)),   O = O 2^(m - m_new) v_scale[j + 1] / v_scale[j] + e4m3(p) @ v
+    at the end  out = O v_scale / l + v_mean
 
-O is in units of the scale of the tile added last: then no tile's product needs a factor of its own. A unit is never
-below 2^-80 of the largest scale of the row's tiles, for O might leave the range of float32. The row sum comes out of
-the product itself, by a column of ones, so it is of p as it was rounded. The 2^8 puts the largest probability where
-e4m3 has its range. The lse of a row is (m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
+m is the reference: the tile's own maximum, but at most 16 bits below the row's, whose bound is low. So probabilities
+have e4m3's range in every tile, up to 2^8, and those are lost alone that are below 2^-34 of the row's largest. O is in
+units of the scale of the tile added last: then no tile's product needs a factor of its own. A unit is never below
+2^-64 of the largest scale of the row's tiles, for O might leave the range of float32. The row sum comes out of the
+product itself, by a column of ones, so it is of p as it was rounded. The lse of a row is
+(m - 8 + log2 l) ln 2 + softmax_scale lse_shift.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ from .quantize import Fp8QKV, spread
 from .recipe import TILE_KEYS
 
 P_BITS = 8.0  # the largest probability is 2^8, below e4m3's 448
-LEAST_ROUNDED = 2.0**-10  # smaller weights round to zero
-FAR_BITS = 8.0  # a block that far below a row's maximum may consist of such
-UNIT_BITS = 80.0  # powers of two that may lie between the units of a row's sums
+DROP_BITS = 16.0  # how far below a row's maximum the reference of a tile may fall
+NOTHING = -1e38  # the reference of a row that has seen nothing, below every score
+UNIT_BITS = 64.0  # powers of two that may lie between the units of a row's sums
 ACCUMULATIONS = ("fp32", "14bit")
 ROW_SUMS = ("exact", "rounded")
 
@@ -124,14 +127,14 @@ def _forward(
             rows = slice(*q_span)
             q_block = q[some, :, rows].reshape(count, -1, q.shape[-1])
             f_block = factor[some, :, rows].reshape(count, -1, 1)
-            total, row_max, row_sum = _walk(q_block, f_block, own, q_span, settings)
+            total, reference, row_sum = _walk(q_block, f_block, own, q_span, settings)
             has_seen = row_sum > 0
             total = total[..., :head_dim_v] / row_sum.masked_fill(~has_seen, 1.0)
             if mean is not None:
                 total = torch.where(has_seen, total + mean[some], 0.0)
             out[some, :, rows] = total.view(count, group, -1, head_dim_v).to(out_dtype)
-            # log2(0) + (-inf) is -inf: rows that saw nothing need no case of their own.
-            exponent = row_sum.log2().add_(row_max - P_BITS).mul_(1.0 / tiles.LOG2_E)
+            # log2(0) is -inf: rows that saw nothing need no case of their own.
+            exponent = row_sum.log2().add_(reference - P_BITS).mul_(1.0 / tiles.LOG2_E)
             lse[some, :, rows] = exponent.view(count, group, -1)
     lse = lse.view(batch, heads, seqlen_q)
     if qkv.lse_shift is not None:
@@ -158,14 +161,15 @@ def _fold_keys(qkv: Fp8QKV, operands: torch.dtype) -> _Keys:
 def _walk(
     q_block: torch.Tensor, factor: torch.Tensor, keys: _Keys, q_span: tuple[int, int], settings: _Settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One block of queries over the keys that it sees: unnormalised output, row maximum and row sum, in base 2."""
+    """One block of queries over the keys that it sees: unnormalised output, reference and row sum, in base 2."""
     folded_heads, rows, _ = q_block.shape
     total = torch.zeros(folded_heads, rows, keys.v.shape[-1], device=q_block.device)
     row_sum = total.new_zeros(folded_heads, rows, 1)
-    row_max = total.new_full((folded_heads, rows, 1), -math.inf)
+    reference = total.new_full((folded_heads, rows, 1), NOTHING)
+    lowest = reference
     begin, end = settings.mask.key_range(*q_span)
     if begin >= end:
-        return total, row_max, row_sum
+        return total, reference, row_sum
     largest = torch.zeros_like(keys.v_scale[..., :1])
     unit = torch.ones_like(largest)
     for j in range((end - 1) // TILE_KEYS, begin // TILE_KEYS - 1, -1):
@@ -176,25 +180,17 @@ def _walk(
         change = torch.where(unit == 0, 1.0, unit_before / unit)
         tile = _scores(q_block, factor, keys, q_span, span, settings)
         block_max = tile.amax(dim=-1, keepdim=True)
-        new_max = torch.maximum(row_max, block_max)
-        # A row that has seen nothing keeps -inf; subtracting 0 instead makes its weights 2^-inf = 0.
-        base = new_max.masked_fill(new_max == -math.inf, 0.0)
-        decay = torch.exp2(row_max - base)
-        weights = tile.sub_(base - P_BITS).exp2_()
-        if settings.sums_rounded:
-            # A sum of rounded weights lacks those that round to zero, which count in a block far below the maximum.
-            is_lost = (weights < LEAST_ROUNDED) & (block_max < new_max - FAR_BITS)
-            sums = weights.mul(is_lost).sum(dim=-1, keepdim=True)
-            weights = formats.round_e4m3_(weights)
-            sums += weights.sum(dim=-1, keepdim=True)
-        else:
-            sums = weights.sum(dim=-1, keepdim=True)
-            weights = formats.round_e4m3_(weights)
-        row_sum = row_sum * decay + sums
-        total = _add_values(total.mul_(decay * change), weights, keys.v[:, slice(*span)], settings)
-        row_max = new_max
+        lowest = torch.maximum(lowest, block_max - DROP_BITS)
+        moved = torch.maximum(block_max, lowest)
+        rescale = torch.exp2(reference - moved)
+        weights = tile.sub_(moved - P_BITS).exp2_()
+        sums = None if settings.sums_rounded else weights.sum(dim=-1, keepdim=True)
+        weights = formats.round_e4m3_(weights)
+        row_sum = row_sum * rescale + (weights.sum(dim=-1, keepdim=True) if sums is None else sums)
+        total = _add_values(total.mul_(rescale * change), weights, keys.v[:, slice(*span)], settings)
+        reference = moved
     total *= unit
-    return total, row_max, row_sum
+    return total, reference, row_sum
 
 
 def _scores(

@@ -216,9 +216,10 @@ struct Consumer8 : ForwardConsumer<Traits> {
 
   // What the accumulators of integer scores start from.
   FLASHHOPPER_DEVICE static void clear_scores(float (&scores)[kScores]) {
-    if constexpr (!Traits::kIntegerScores) return;
-    FLASHHOPPER_UNROLL
-    for (int e = 0; e < kScores; ++e) asm volatile("mov.b32 %0, %1;" : "=f"(scores[e]) : "n"(kZeroBits));
+    if constexpr (Traits::kIntegerScores) {
+      FLASHHOPPER_UNROLL
+      for (int e = 0; e < kScores; ++e) asm volatile("mov.b32 %0, %1;" : "=f"(scores[e]) : "n"(kZeroBits));
+    }
   }
 
   // Whether a step needs the element mask: the same for all threads of the CTA. The bounds are computed anew in every

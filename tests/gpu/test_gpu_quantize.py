@@ -91,9 +91,7 @@ def hadamard(x: torch.Tensor, block: int) -> torch.Tensor:
     return x
 
 
-def codes(
-    x: torch.Tensor, block: int, qk_format: str, power_scales: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def codes(x: torch.Tensor, block: int, qk_format: str, power_scales: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 (batch, rows, heads, columns) to 8-bit bytes and scales."""
     most = torch.tensor(127.0 if qk_format == "int8" else 448.0, device=x.device)
     rows = x.shape[1]

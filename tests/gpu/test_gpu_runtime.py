@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from gpu_support import DTYPES, assert_equal_bits, draw, judge, materialised, poisoned_forward
 
 import flashhopper
+from flashhopper import Fp8Recipe
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
@@ -157,6 +159,35 @@ def test_graphs_at_once() -> None:
     torch.cuda.synchronize()
     for out, right in zip((*outputs, eager), expected, strict=True):
         assert_equal_bits(out, right)
+
+
+@pytest.mark.parametrize("kind", ["dense", "packed", "e4m3", "accurate"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_calls_in_a_chain(head_dim: int, kind: str) -> None:
+    """A kernel starts while the one before it ends: each of these calls takes the result of the one before, written at
+    its very end, and the last copies run beside the next call.
+    """
+    source = draw(31, 1, 1100, 1100, 4, 4, head_dim)[0]
+    offsets = torch.tensor([0, 300, 301, 1100], dtype=torch.int32, device="cuda")
+    recipe = {"e4m3": Fp8Recipe.e4m3(), "accurate": Fp8Recipe.accurate()}.get(kind)
+
+    def chain(pause: Callable[[], None]) -> list[torch.Tensor]:
+        x, results = source, []
+        for turn in range(24):
+            if kind == "packed":
+                row = flashhopper.flash_attn_varlen_func(x[0], x[0], x[0], offsets, offsets, 1100, 1100, causal=True)
+                x = row[None]
+            else:
+                x = flashhopper.flash_attn_func(x, x, x, causal=turn % 2 == 0, fp8=recipe)
+            pause()
+            x = x * 4  # an average is smaller than what it is of
+            results.append(x.clone())
+            pause()
+        return results
+
+    expected = chain(torch.cuda.synchronize)
+    for found, right in zip(chain(lambda: None), expected, strict=True):
+        assert_equal_bits(found, right)
 
 
 def test_allocation_pressure() -> None:

@@ -11,7 +11,7 @@ namespace flashhopper {
 using Offsets = std::array<intptr_t, 5>;
 
 // Flags of quantize; engine/hopper_quantize.py has them too.
-enum { kRotate = 1, kSmoothK = 2, kCenterV = 4 };
+enum { kRotate = 1, kSmoothK = 2, kCenterV = 4, kPowerScales = 8 };
 
 // outputs: addresses of q8, k8, v8, q_scale, k_scale, v_scale, lse_shift, k_mean, v_mean. blocks: rows of one scale of
 // q, columns of one Hadamard matrix.
@@ -37,6 +37,7 @@ inline void quantize(std::array<Tensor, 3> const& tensors, std::array<intptr_t, 
   params.columns_v = columns[1];
   params.q_block = blocks[0];
   params.rotate_block = blocks[1];
+  params.power_scales = (flags & kPowerScales) != 0;
   params.dtype = dtype;
   params.format = format;
   set_packing(params, offsets.data(), totals);

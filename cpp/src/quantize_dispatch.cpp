@@ -257,7 +257,7 @@ void set_rows(flashhopper_quantize_params const& p, RowsArgs* args) {
   k.data = static_cast<uint8_t*>(p.k8);
   k.scale = p.k_scale;
   k.mean = rotated_mean(p);
-  k.power_scales = p.format == FLASHHOPPER_E4M3;
+  k.power_scales = p.power_scales;
   k.mean_heads = static_cast<int>(p.kv_heads);
 }
 

@@ -126,7 +126,7 @@ def quantize(
     columns: tuple[int, int],  # computed head dimensions
     dtype: int,
     format: int,
-    flags: int,  # 1 rotate, 2 smooth_k, 4 center_v
+    flags: int,  # 1 rotate, 2 smooth_k, 4 center_v, 8 power_scales
     blocks: tuple[int, int],  # rows of one scale of q; columns of one Hadamard matrix, 0: as many as there are
     offsets: tuple[int, int, int, int, int],  # as forward8's; the last is not read
     totals: tuple[int, int],  # rows of q and k of a packed batch, else 0

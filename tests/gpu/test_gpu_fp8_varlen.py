@@ -354,7 +354,8 @@ def test_each_sequence_is_quantised_as_if_it_were_alone(dims: tuple[int, int], r
     columns, _ = computed_head_dims(*dims)
     signs = rotation.signs(chosen.seed, columns, batch.q.device) if chosen.rotate else None
     blocks = chosen.q_block, chosen.rotate_block
-    numbers = hopper_quantize.Numbers(chosen.qk_format, signs, chosen.smooth_k, chosen.center_v, *blocks)
+    means = chosen.smooth_k, chosen.center_v
+    numbers = hopper_quantize.Numbers(chosen.qk_format, signs, *means, *blocks, chosen.power_scales)
     packing = packing_of(batch)
     sizes = checks.packed(batch.q, batch.k, batch.v, *packing)
     with guarded_results():

@@ -42,9 +42,10 @@ class Case:
     center_v: bool = False
     q_block: int = 128
     rotate_block: int = 0
+    power_scales: bool = False
 
     def __str__(self) -> str:
-        flags = "".join(name[0] for name in ("rotate", "smooth_k", "center_v") if getattr(self, name))
+        flags = "".join(name[0] for name in ("rotate", "smooth_k", "center_v", "power_scales") if getattr(self, name))
         sizes = f"b{self.batch} {self.seqlen_q}x{self.seqlen_k} h{self.heads}:{self.kv_heads}"
         dims = f"d{self.head_dim}/{self.head_dim_v} {str(self.dtype)[6:]}"
         return f"{sizes} {dims} {self.qk_format} {flags} q{self.q_block} h{self.rotate_block}"
@@ -74,7 +75,8 @@ def signs_of(case: Case) -> torch.Tensor | None:
 
 def run(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Quantized:
     blocks = case.q_block, case.rotate_block
-    return quantize(q, k, v, Numbers(case.qk_format, signs_of(case), case.smooth_k, case.center_v, *blocks))
+    means = case.smooth_k, case.center_v
+    return quantize(q, k, v, Numbers(case.qk_format, signs_of(case), *means, *blocks, case.power_scales))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +127,7 @@ def check_rotated(
         amax = torch.nn.functional.pad(amax.amax(-1), (0, 0, 0, blocks * q_block - rows))
         amax = amax.view(x.shape[0], blocks, q_block, x.shape[2]).amax(2)
         result = (amax.clamp(min=1e-12) / most).transpose(1, 2)
-        return torch.exp2(result.log2().ceil()) if name == "k" and case.qk_format == "e4m3" else result
+        return torch.exp2(result.log2().ceil()) if name == "k" and case.power_scales else result
 
     assert (scale >= scales((x.abs() - slack).clamp(min=0.0)) * (1 - 2.0**-22)).all(), f"{name}_scale: too small"
     assert (scale <= scales(x.abs() + slack) * (1 + 2.0**-22)).all(), f"{name}_scale: too large"
@@ -202,7 +204,7 @@ def check(case: Case, found: Quantized, q: torch.Tensor, k: torch.Tensor, v: tor
             check_rotated(case, name, hadamard(exact, block) * norm, sums * norm, q_block, (data, scale))
             continue
         expected, expected_scale = codes(
-            x - mean if is_smooth else x, q_block, case.qk_format, name == "k" and case.qk_format == "e4m3"
+            x - mean if is_smooth else x, q_block, case.qk_format, name == "k" and case.power_scales
         )
         same(f"{name}_scale", scale, expected_scale)
         same(name, data, expected)
@@ -228,8 +230,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 RECIPES = {
     "plain": {},
-    "paper": {"rotate": True},
+    "paper": {"rotate": True, "power_scales": True},
     "unrotated": {"smooth_k": True, "center_v": True},
+    "powers": {"center_v": True, "power_scales": True},
     "e4m3": {"smooth_k": True, "rotate": True, "center_v": True, "q_block": 1, "rotate_block": 4},
     "quads alone": {"rotate": True, "rotate_block": 4},
     "accurate": {"qk_format": "int8", "smooth_k": True, "rotate": True, "center_v": True, "q_block": 1},

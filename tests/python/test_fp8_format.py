@@ -43,6 +43,9 @@ def inputs(
         ({"seed": -1}, "seed is -1: must be between 0 and 2**63 - 1"),
         ({"rotate_block": 8}, "rotate_block is 8: must be 0 or 4"),
         ({"rotate": False, "rotate_block": 4}, "rotate_block is 4: must be 0 or 4, and 0 where rotate is False"),
+        ({"power_scales": 1}, "power_scales is 1: must be True or False"),
+        ({"power_scales": True}, "power_scales is True with qk_format 'int8' and k_block 128: must be False unless"),
+        ({"power_scales": True, "qk_format": "e4m3", "k_block": 0}, "with qk_format 'e4m3' and k_block 0: must be"),
     ],
 )
 def test_recipe_fields(change: dict[str, object], message: str) -> None:
@@ -57,9 +60,10 @@ def test_recipe_codes_and_words() -> None:
         assert hash(fh.Fp8Recipe.parse(recipe.code)) == hash(recipe)
     assert "int8 QK^T" in str(fh.Fp8Recipe())
     assert "rotated by 4 columns" in str(fh.Fp8Recipe.e4m3())
+    assert "k 128 rows in powers of two" in str(fh.Fp8Recipe.paper())
     assert "rotated, keys" in str(fh.Fp8Recipe())
     assert "rotated" not in str(fh.Fp8Recipe(rotate=False))
-    for code in ("", "int8,1", "int8,1,1,1,1,128,128,1,1", "int8,1,1,1,1,128,128,1,1,x"):
+    for code in ("", "int8,1", "int8,1,1,1,1,128,128,1,1,0", "int8,1,1,1,1,128,128,1,1,0,x"):
         with pytest.raises(ValueError, match=r"recipe is .*: must be Fp8Recipe\.code"):
             fh.Fp8Recipe.parse(code)
 
@@ -197,11 +201,11 @@ def test_scales_are_those_of_their_blocks() -> None:
 
 @pytest.mark.parametrize("k_block", [1, 128, 256])
 def test_equal_keys_of_several_blocks_become_the_same_numbers(k_block: int) -> None:
-    """Where keys are a float: their scales are powers of two, which no rounding sees."""
+    """Where their scales are powers of two, which no rounding sees."""
     q, k, v = inputs(seqlen_k=384)
     k[:, 1::128] = 3 * k[:, :1]  # of several blocks, whose largest elements differ
     k[:, 200] *= 5
-    recipe = fh.Fp8Recipe(qk_format="e4m3", smooth_k=False, k_block=k_block)
+    recipe = fh.Fp8Recipe(qk_format="e4m3", smooth_k=False, k_block=k_block, power_scales=True)
     qkv = fh.quantize_fp8(q, k, v, recipe)
     mantissa, _ = torch.frexp(qkv.k_scale)
     assert (mantissa == 0.5).all()

@@ -121,7 +121,7 @@ def test_the_quantisers_arguments(module: Fp8Module, name: str) -> None:
     assert (signs != 0) == recipe.rotate
     assert (sizes, columns) == ((2, 4, 2, 9, 140, 40, 24, -1, -1), (64, 64))
     assert (dtype, code) == (module.BF16, module.INT8 if name == "accurate" else module.E4M3)
-    assert flags == 1 * recipe.rotate + 2 * recipe.smooth_k + 4 * recipe.center_v
+    assert flags == 1 * recipe.rotate + 2 * recipe.smooth_k + 4 * recipe.center_v + 8 * recipe.power_scales
     assert blocks == (recipe.q_block, recipe.rotate_block)
     assert (offsets, totals, stream) == ((0,) * 5, (0, 0), 55)
     # The same tensors, shape by shape, as the torch quantiser makes.

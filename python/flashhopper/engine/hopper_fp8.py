@@ -116,7 +116,8 @@ def _with_device(feature: str | None, device: torch.device) -> tuple[str | None,
 def _numbers(recipe: Fp8Recipe, head_dim: int, device: torch.device) -> Numbers:
     columns, _ = formats.computed_head_dims(head_dim, head_dim)
     signs = rotation.signs(recipe.seed, columns, device) if recipe.rotate else None
-    return Numbers(recipe.qk_format, signs, recipe.smooth_k, recipe.center_v, recipe.q_block, recipe.rotate_block)
+    flags = recipe.smooth_k, recipe.center_v
+    return Numbers(recipe.qk_format, signs, *flags, recipe.q_block, recipe.rotate_block, recipe.power_scales)
 
 
 def forward_plan(

@@ -17,7 +17,7 @@ from .tiled import Packing
 
 BLOCK_ROWS = 128  # rows of K and V that share a scale; keys are padded to a multiple of it
 # Flags of the compiled module.
-ROTATE, SMOOTH_K, CENTER_V = 1, 2, 4
+ROTATE, SMOOTH_K, CENTER_V, POWER_SCALES = 1, 2, 4, 8
 
 
 NO_OFFSETS: tuple[int, ...] = (0, 0, 0, 0, 0)  # of a dense batch
@@ -58,6 +58,7 @@ class Numbers(NamedTuple):
     center_v: bool = False  # the same of the values
     q_block: int = BLOCK_ROWS  # rows of q that share a scale, 1 or 128
     rotate_block: int = 0  # columns of the Hadamard matrix: 4, or 0 for as many as divide D
+    power_scales: bool = False  # of keys
 
 
 PLAIN = Numbers()
@@ -181,12 +182,18 @@ def _launch(
         formats.computed_head_dims(*dims),
         hopper.dtype_code(q.dtype),
         hopper.module.INT8 if numbers.qk_format == "int8" else hopper.module.E4M3,
-        ROTATE * (signs is not None) + SMOOTH_K * numbers.smooth_k + CENTER_V * numbers.center_v,
+        _flags(numbers),
         (numbers.q_block, numbers.rotate_block),
         offsets,
         totals,
         torch._C._cuda_getCurrentRawStream(index),
     )
+
+
+def _flags(numbers: Numbers) -> int:
+    rotates = ROTATE * (numbers.signs is not None)
+    means = SMOOTH_K * numbers.smooth_k + CENTER_V * numbers.center_v
+    return rotates + means + POWER_SCALES * numbers.power_scales
 
 
 def transpose_values(v: torch.Tensor) -> torch.Tensor:

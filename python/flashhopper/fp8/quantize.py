@@ -95,7 +95,7 @@ def quantize(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Recip
     if recipe.rotate:
         wide_q, wide_k = (rotation.rotate(x, recipe.seed, recipe.rotate_block) for x in (wide_q, wide_k))
     q8, q_scale = _quantize_rows(wide_q, recipe.q_block, recipe.qk_format)
-    k8, k_scale = _quantize_rows(wide_k, recipe.k_block, recipe.qk_format, has_power_scales(recipe))
+    k8, k_scale = _quantize_rows(wide_k, recipe.k_block, recipe.qk_format, recipe.power_scales)
     v8, v_scale = _quantize_rows(wide_v, recipe.v_block, "e4m3")
     dtype = torch.bfloat16 if q.dtype == torch.float32 else q.dtype
     means = (lse_shift, k_mean, v_mean)
@@ -142,13 +142,6 @@ def _products(q: torch.Tensor, k_mean: torch.Tensor) -> torch.Tensor:
     # Not a matrix product: those may round to TF32 where the process allows it.
     shift = (grouped * k_mean[:, None, :, None]).sum(-1)
     return _packed(shift.reshape(batch, seqlen_q, heads).transpose(1, 2))
-
-
-def has_power_scales(recipe: Fp8Recipe) -> bool:
-    """Whether the scales of keys are powers of two: equal keys of several blocks then become the same numbers, and what
-    rounding does to all of them alike cancels in the softmax. A float loses nothing by it.
-    """
-    return recipe.qk_format == "e4m3" and recipe.k_block != 0
 
 
 def _quantize_rows(

@@ -158,8 +158,8 @@ def measure(path: Path, only: str, rounds: int, given: Given) -> int:
 
 
 def _commit_of(entry: Record, here: str, commit: str) -> str:
-    """The commit that has the sources an entry was measured on. A copy without its repository, or with changes that were
-    not committed, names none that has them: the one at hand does, if its sources are the same.
+    """The commit that has the sources an entry was measured on. A copy without its repository, or with changes that
+    were not committed, names none that has them: the one at hand does, if its sources are the same.
     """
     found: str = entry["commit"]
     return commit if entry["digest"] == here and (not found or found.endswith("+")) else found

@@ -157,6 +157,14 @@ def measure(path: Path, only: str, rounds: int, given: Given) -> int:
     return 1 if failed else 0
 
 
+def _commit_of(entry: Record, here: str, commit: str) -> str:
+    """The commit that has the sources an entry was measured on. A copy without its repository, or with changes that
+    were not committed, names none that has them: the one at hand does, if its sources are the same.
+    """
+    found: str = entry["commit"]
+    return commit if entry["digest"] == here and (not found or found.endswith("+")) else found
+
+
 def merge(paths: list[Path], out: Path) -> int:
     """The newest version of each part, and the environment of the newest file."""
     records = [load(path) for path in ([out] if out.is_file() else []) + paths]
@@ -169,15 +177,12 @@ def merge(paths: list[Path], out: Path) -> int:
         for part, entry in record["parts"].items():
             if part in merged["parts"] and entry["date"] < merged["parts"][part]["date"]:
                 continue
-            if not entry["commit"] and entry["digest"] == here:
-                entry = {**entry, "commit": commit}  # measured on a copy without its repository
-            merged["parts"][part] = entry
+            merged["parts"][part] = {**entry, "commit": _commit_of(entry, here, commit)}
             if "error" not in entry or _get(merged, part) in (None, []):
                 content = _get(record, part)
                 if content is not None:
                     _put(merged, part, content)
-    if not merged.get("commit") and merged["digest"] == here:
-        merged["commit"] = commit
+    merged["commit"] = _commit_of({"commit": "", **merged}, here, commit)
     _prune(merged)
     save(merged, out)
     print(f"{out}: {', '.join(merged['parts'])}")

@@ -121,6 +121,21 @@ def test_merge_takes_the_newest_of_each_part(tmp_path: Path) -> None:
     assert merged["date"] == "2026-01-02"
 
 
+def test_merge_names_the_commit_that_has_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a copy was measured that had no commit of its own, or changes beside one."""
+    files = digest.sources()
+    made = _record(files, ("tests:dense", "tests:fp8", "tests:features", "sanitizer"), "2026-01-01")
+    for part, commit in (("tests:fp8", "0123+"), ("tests:features", "4567"), ("sanitizer", "89ab+")):
+        made["parts"][part]["commit"] = commit
+    made["parts"]["sanitizer"]["digest"] = "others"
+    record.save(made, tmp_path / "record.json")
+    monkeypatch.setattr(digest, "commit", lambda: "cdef")
+    record.merge([tmp_path / "record.json"], tmp_path / "out.json")
+    merged = json.loads((tmp_path / "out.json").read_text())
+    assert [part["commit"] for part in merged["parts"].values()] == ["cdef", "cdef", "4567", "89ab+"]
+    assert merged["commit"] == "cdef"
+
+
 def test_parts_are_selected_by_name() -> None:
     assert record.select("") == list(record.PARTS)
     chosen = [p for p in record.PARTS if p.startswith(("bench:", "tests:"))]

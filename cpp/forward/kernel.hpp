@@ -23,8 +23,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     fence_barrier_init();
   }
   if constexpr (Traits::kSumColumns > 0) storage.fill_sum_columns();
-  await_previous();  // whatever it is: q, k and v, the list of a packed batch, or the call before with the same
-                     // workspace
+  // Whatever the previous kernel wrote: q, k and v, the list of a packed batch, or the workspace.
+  await_previous();
   __syncthreads();
   constexpr bool kShares = Traits::kConfig.cluster > 1;
   if (kShares && args.cluster > 1) cluster_sync();  // the barriers of the other CTAs are there

@@ -13,6 +13,13 @@ enum class Rotation {
   kWide,   // as many as the head dimension allows
 };
 
+// Thread blocks of the rows' kernel at once on a multiprocessor: as many as registers and shared memory allow.
+FLASHHOPPER_HOST_DEVICE constexpr int ctas_of_rows(int dim, Rotation rotation, bool smooth) {
+  if (rotation == Rotation::kNone && !smooth) return dim == 64 ? 4 : dim == 96 ? 3 : dim <= 192 ? 2 : 1;
+  if (dim == 64) return smooth && rotation == Rotation::kQuads ? 2 : 3;
+  return dim <= 128 ? 2 : 1;
+}
+
 // A warp has 16 rows, as a product m16n8k16 takes them, and no barrier but that of the block's largest magnitude. Of
 // every 32 columns, a group, thread c of a quad has columns 8c .. 8c + 7 of rows g and g + 8, g = lane / 4: one vector
 // of 16 bytes of each. It is loaded as the A operand of two products and, as product_output() arranges the columns of
@@ -33,15 +40,8 @@ struct RowsShape {
   static constexpr int kSlots = kScaleBlock * kVectors;  // vectors of a block
   static constexpr int kStages = 2;                      // blocks on their way
   static constexpr int kSmemBytes = kStages * kSlots * 16;
-  // At once on a multiprocessor: as many as registers and shared memory allow.
   static constexpr bool kIsLight = kRotation == Rotation::kNone && !kSmooth;
-  static constexpr int kCtas = kIsLight                                                    ? (kDim == 64    ? 4
-                                                                                              : kDim == 96  ? 3
-                                                                                              : kDim <= 192 ? 2
-                                                                                                            : 1)
-                               : kDim == 64 && !(kSmooth && kRotation == Rotation::kQuads) ? 3
-                               : kDim <= 128                                               ? 2
-                                                                                           : 1;
+  static constexpr int kCtas = ctas_of_rows(kDim, kRotation, kSmooth);
   // One copy of a warp: kCopyRows rows of kCopyVectors vectors each, so that places differ by constants alone.
   static constexpr int kCopyVectors = kDim == 96 ? 4 : 8;
   static constexpr int kCopyRows = 32 / kCopyVectors;

@@ -380,8 +380,9 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
       amax[r] = first_row() + 8 * r < at.left ? amax[r] * Shape::kNorm : 0.f;
     }
     share_maxima<Shape, kSmooth>(rows, amax, storage.maxima[turn % 2]);
-    if constexpr (Shape::kIsLight)
+    if constexpr (Shape::kIsLight) {
       rotate_rows<Element, Shape>(raw, storage.signs, operand, x);  // no more than unpacked
+    }
     store_rows<Shape>(rows, at, args.is_int8, kSmooth && !at.is_k, x, amax, dots);
   }
   await_previous();  // the values may still be on their way: what follows this kernel must find them too

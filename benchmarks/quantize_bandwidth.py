@@ -1,8 +1,8 @@
 """Bytes per second of the quantiser beside a device copy, in one run:  python -m benchmarks.quantize_bandwidth
 
-Bytes are those that must move: 16-bit tensors read once (K and V once more for each mean), 8-bit tensors, scales, means
-and lse shifts written. The copy reads and writes as many bytes as q, k and v hold. The record's part bench:quantize is
-made of the same rows.
+Bytes are those that must move: 16-bit tensors read once (of K and V the rows of each mean once more), 8-bit tensors,
+scales, means and lse shifts written. The copy reads and writes as many bytes as q, k and v hold. The record's part
+bench:quantize is made of the same rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.harness import Row, make_row
 from benchmarks.peers import inputs
 from benchmarks.peers_fp8 import recipes
 from flashhopper.engine import hopper_fp8
-from flashhopper.fp8 import Fp8QKV, Fp8Recipe
+from flashhopper.fp8 import Fp8QKV, Fp8Recipe, formats
 
 OP, COPY = "quantize", "copy"
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -44,7 +44,9 @@ def on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recipe: Fp8Reci
 
 def bytes_moved(tensors: Sequence[torch.Tensor], result: Fp8QKV) -> int:
     read = sum(x.nbytes for x in tensors)
-    read += tensors[1].nbytes * (result.k_mean is not None) + tensors[2].nbytes * (result.v_mean is not None)
+    sampled = min(1.0, formats.MEAN_ROWS / max(tensors[1].shape[1], 1))
+    for x, mean in ((tensors[1], result.k_mean), (tensors[2], result.v_mean)):
+        read += int(x.nbytes * sampled) if mean is not None else 0
     written = (result.q, result.k, result.v, result.q_scale, result.k_scale, result.v_scale)
     means = (result.lse_shift, result.k_mean, result.v_mean)
     return read + sum(x.nbytes for x in (*written, *means) if x is not None)

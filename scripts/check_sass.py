@@ -35,7 +35,6 @@ REQUIRED = {
     "backward_kernel": ("HGMMA", "UTMALDG", "UTMASTG", "RED"),
     "preprocess_kernel": (),
     "postprocess_kernel": (),
-    "column_sums_kernel": (),
     "column_means_kernel": (),
     "quantize_rows_kernel": ("LDGSTS",),
     "quantize_values_kernel": ("LDGSTS",),
@@ -92,7 +91,7 @@ def other_logs(build: Path) -> dict[str, dict[str, str]]:
     """
     listing = (build / "generated/flashhopper_quantize_instances.inc").read_text()
     objects = build / "CMakeFiles/flashhopper_kernels.dir"
-    files = {f"quantize_{element}": "instances" for element in re.findall(r"SUMS\((\w+)\)", listing)}
+    files = {f"quantize_{element}": "instances" for element in re.findall(r"MEANS\((\w+)\)", listing)}
     logs: dict[str, dict[str, str]] = {kind: {} for kind in OTHER_KERNELS}
     for name, folder in {**files, "quantize_common": "cpp/src", "packed_list": "cpp/src"}.items():
         log = objects / folder / f"{name}.cu.o.ptxas"

@@ -16,14 +16,15 @@ inline constexpr int kBarrierBytes = 1024;  // room for all mbarriers and tile s
 // One row: what was chosen by measurement. Everything else is derived below.
 struct ForwardConfig {
   std::string_view name;
-  int head_dim;             // of q and k as computed; smaller sizes are zero-filled by TMA
-  int head_dim_v;           // of v and out as computed
-  int tile_m;               // query rows of a work tile, kWarpgroupRows for each consumer warpgroup
-  int tile_n;               // keys of one step
-  int stages;               // depth of the K ring and of the V ring
-  int q_stages;             // 2: the next tile's Q is loaded during this one, 1: where shared memory does not suffice
-  bool ping_pong;           // consumer warpgroups take turns at issuing their GEMMs
-  int element_bytes = 2;    // of q, k and v
+  int head_dim;    // of q and k as computed; smaller sizes are zero-filled by TMA
+  int head_dim_v;  // of v and out as computed
+  int tile_m;      // query rows of a work tile, kWarpgroupRows for each consumer warpgroup
+  int tile_n;      // keys of one step
+  int stages;      // depth of the K ring and of the V ring
+  int q_stages;    // 2: the next tile's Q is loaded during this one, 1: where shared memory does not suffice
+  bool ping_pong;  // consumer warpgroups take turns at issuing their GEMMs
+  bool ping_pong_int8 = false;  // the same of 8 bits with int8 queries and keys
+  int element_bytes = 2;        // of q, k and v
   int partial_columns = 0;  // columns of V whose product with one key block has an accumulator of its own; 0: none has
   bool overlap = true;  // a step's softmax runs under the P V of the step before; false: other warpgroups fill the gaps
   int cluster = 1;      // CTAs that load K and V for one another where they can (core/cluster.hpp)

@@ -65,13 +65,14 @@ constexpr double cost_of_tile(Mask const& mask, ForwardConfig const& row, int po
 
 // CTAs that load K and V for one another, with neighbouring query blocks of a head as their tiles of so many positions.
 // The last of an odd number of blocks has a neighbour without rows, which computes nothing: among many that does not
-// matter. Behind a right bound a tile waits for keys that only its neighbour's rows see, too long where it sees few
-// itself. A left bound would make blocks of keys foreign at both ends.
-constexpr int choose_cluster(ForwardConfig const& row, Mask const& mask, bool is_packed, int positions) {
+// matter. lengths_vary: the mask is that of one average sequence of many, of which half have such a neighbour. Behind a
+// right bound a tile waits for keys that only its neighbour's rows see, too long where it sees few itself. A left bound
+// would make blocks of keys foreign at both ends.
+constexpr int choose_cluster(ForwardConfig const& row, Mask const& mask, bool lengths_vary, int positions) {
   constexpr int kMany = 16;
-  if (row.cluster == 1 || is_packed || mask.window_left >= 0) return 1;
+  if (row.cluster == 1 || mask.window_left >= 0) return 1;
   int const blocks = ceil_div(mask.seqlen_q, positions);
-  if (blocks % row.cluster != 0 && blocks < kMany) return 1;
+  if ((lengths_vary || blocks % row.cluster != 0) && blocks < kMany) return 1;
   return cost_of_tile(mask, row, positions, row.cluster) < cost_of_tile(mask, row, positions, 1) ? row.cluster : 1;
 }
 

@@ -93,8 +93,9 @@ template <class Traits>
 FLASHHOPPER_DEVICE BlockRange shared_blocks(ForwardArgs const& args, SequenceTile const& tile) {
   if (Traits::kConfig.cluster == 1 || args.cluster == 1) return visited_blocks<Traits>(args, tile);
   int const positions = args.cluster * Traits::kWarpgroups * row_map_of<Traits>(args).positions;
-  int const begin = tile.block / args.cluster * positions;  // exists, for the schedule has no more blocks than that
-  return mask_of(args, tile).visited(begin, begin + positions, Traits::kTileN);
+  int const begin = tile.block / args.cluster * positions;
+  return begin < tile.rows.q.seqlen ? mask_of(args, tile).visited(begin, begin + positions, Traits::kTileN)
+                                    : BlockRange{0, 0};
 }
 // How many of them, the last ones, the tile does not see.
 template <class Traits>

@@ -37,10 +37,10 @@ struct ForwardConsumer {
 
   // Turns of issuing GEMMs, where the row of the table has them.
   FLASHHOPPER_DEVICE void wait_turn() {
-    if constexpr (Traits::kConfig.ping_pong) named_barrier_sync<2 * kWarpgroupThreads>(kTurnOfWarpgroup + warpgroup);
+    if constexpr (Traits::kPingPong) named_barrier_sync<2 * kWarpgroupThreads>(kTurnOfWarpgroup + warpgroup);
   }
   FLASHHOPPER_DEVICE void pass_turn() {
-    if constexpr (!Traits::kConfig.ping_pong) return;
+    if constexpr (!Traits::kPingPong) return;
     int const next = warpgroup + 1 == Traits::kWarpgroups ? 0 : warpgroup + 1;
     named_barrier_arrive<2 * kWarpgroupThreads>(kTurnOfWarpgroup + next);
   }

@@ -19,6 +19,7 @@ struct ForwardTraits {
   using ElementV = Element;
   static constexpr bool kIs8Bit = false;
   static constexpr ForwardConfig kConfig = kForwardConfigs[kConfigIndex];
+  static constexpr bool kPingPong = kConfig.ping_pong;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kTileM = kConfig.tile_m;

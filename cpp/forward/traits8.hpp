@@ -24,6 +24,7 @@ struct Forward8Traits {
   using Score = std::conditional_t<kIntegerScores, int32_t, float>;
 
   static constexpr ForwardConfig kConfig = kForward8Configs[kConfigIndex];
+  static constexpr bool kPingPong = kIntegerScores ? kConfig.ping_pong_int8 : kConfig.ping_pong;
   static constexpr int kHeadDim = kConfig.head_dim;
   static constexpr int kHeadDimV = kConfig.head_dim_v;
   static constexpr int kTileM = kConfig.tile_m;

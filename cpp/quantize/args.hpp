@@ -1,5 +1,5 @@
 // What the host hands to the quantiser's kernels. Before it: src/quantize_dispatch.cpp; after it: rows.hpp, values.hpp,
-// column_sums.hpp, column_means.hpp, transpose.hpp.
+// column_means.hpp, transpose.hpp.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +13,7 @@
 
 namespace flashhopper {
 
-// How the rows of all heads of a tensor divide into blocks, of 128 rows but for means, and where what belongs to them
+// How the rows of all heads of a tensor divide into blocks of 128 and where what belongs to them
 // stands: in a dense batch by (batch, head), in a packed one by head alone, rows and blocks of the sequences one behind
 // the other (first_packed_chunk()).
 struct RowBlocks {
@@ -49,7 +49,7 @@ struct RowsOperand {
   int mean_heads;
   Divisor by_group;  // divides by heads / mean_heads
   int per_row;       // a scale for each row, not for each block
-  int power_scales;  // scales are powers of two: equal rows of several blocks become the same numbers
+  int power_scales;  // scales are powers of two in blocks without outliers: equal rows become the same numbers
 };
 
 struct RowsArgs {
@@ -66,25 +66,30 @@ struct ValuesArgs {
   float const* mean;  // (batch, heads, computed head dim), or null
 };
 
-// One tensor whose column means are wanted, in two stages: sums of chunks of rows, then their sum in order. A chunk is
-// a block of a size of its own, that of its sequence.
+// One tensor whose column means are wanted.
 struct MeansOperand {
   SourceView source;
-  RowBlocks chunks;
-  float* sums;  // (batch, heads, chunks, columns)
+  RowBlocks rows;
   float* mean;  // (batch, heads, columns)
   int columns;
-  int most_chunks;  // of a sequence
   int batch_heads;  // 0: not wanted
 };
 
-// How a sequence divides into chunks: of at least 128 rows.
-struct Chunks {
-  int count, rows;
-};
-FLASHHOPPER_HOST_DEVICE Chunks chunks_of(int seqlen, int most) {
-  int const count = max_of(1, min_of(seqlen / kScaleBlock, most));
-  return {seqlen > 0 ? count : 0, ceil_div(seqlen, count)};
+// A mean is over so many rows of a sequence, spread over it, or over all that it has. Any vector may be taken from all
+// keys or all values, so that this is as exact as the mean of all; it spares a second reading of K and V.
+inline constexpr int kMeanRows = 1 << 11;
+inline constexpr int kMeanCtas = 8;  // of the cluster that has a head's samples
+FLASHHOPPER_HOST_DEVICE constexpr int samples_of(int seqlen) { return min_of(seqlen, kMeanRows); }
+
+// The row of sample `index`: one of each kMeanRows-th of the sequence, which of them a hash says, so that no period of
+// the rows (rotary embeddings have many) meets that of the samples.
+FLASHHOPPER_HOST_DEVICE constexpr int sampled_row(int index, int seqlen) {
+  int64_t const rows = max_of(seqlen, kMeanRows);  // of up to kMeanRows each is a sample, without a branch
+  int const begin = static_cast<int>(index * rows / kMeanRows), end = static_cast<int>((index + 1) * rows / kMeanRows);
+  uint32_t hash = static_cast<uint32_t>(index) * 0x9e3779b1u;
+  hash = (hash ^ hash >> 15) * 0x85ebca77u;
+  hash ^= hash >> 13;
+  return begin + static_cast<int>(uint64_t{hash} * static_cast<uint32_t>(end - begin) >> 32);
 }
 
 struct MeansArgs {
@@ -97,9 +102,8 @@ struct MeansArgs {
 // Launches of one element type and computed head dimension; src/quantize_instance.cu.in defines them.
 using LaunchRows = cudaError_t (*)(RowsArgs const& args, int num_sms, int device, cudaStream_t stream, Start start);
 using LaunchValues = cudaError_t (*)(ValuesArgs const& args, int num_sms, int device, cudaStream_t stream, Start start);
-using LaunchSums = cudaError_t (*)(MeansArgs const& args, int device, cudaStream_t stream);
+using LaunchMeans = cudaError_t (*)(MeansArgs const& args, int device, cudaStream_t stream);
 
-cudaError_t launch_column_means(MeansArgs const& args, int device, cudaStream_t stream, Start start);
 cudaError_t launch_transpose_values(ValuesArgs const& args, int columns, int device, cudaStream_t stream);
 
 }  // namespace flashhopper

@@ -1,9 +1,9 @@
 // Launches of the quantiser for one element type. Before it: src/quantize_dispatch.cpp, which filled the arguments.
-// After it: rows.hpp, values.hpp, column_sums.hpp.
+// After it: rows.hpp, values.hpp, column_means.hpp.
 #pragma once
 
 #include "core/launch.hpp"
-#include "quantize/column_sums.hpp"
+#include "quantize/column_means.hpp"
 #include "quantize/rows.hpp"
 #include "quantize/values.hpp"
 
@@ -43,12 +43,12 @@ cudaError_t launch_values(ValuesArgs const& args, int num_sms, int device, cudaS
 }
 
 template <class Element>
-cudaError_t launch_column_sums(MeansArgs const& args, int device, cudaStream_t stream) {
-  int grid = 0;
-  for (MeansOperand const& operand : args.operands) grid += operand.chunks.tasks;
-  if (grid == 0) return cudaSuccess;
+cudaError_t launch_column_means(MeansArgs const& args, int device, cudaStream_t stream) {
+  int const heads = args.operands[0].batch_heads + args.operands[1].batch_heads;
+  if (heads == 0) return cudaSuccess;
   void* parameters[] = {const_cast<MeansArgs*>(&args)};
-  return launch<column_sums_kernel<Element>>(grid, kSumThreads, parameters, 0, device, stream, Start::kWithPrevious);
+  return launch<column_means_kernel<Element>>(heads * kMeanCtas, kMeanThreads, parameters, 0, device, stream,
+                                              Start::kWithPrevious, kMeanCtas);
 }
 
 }  // namespace flashhopper

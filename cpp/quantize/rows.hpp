@@ -240,10 +240,13 @@ FLASHHOPPER_DEVICE float largest_packed(uint4 const (&raw)[Shape::kGroups][Shape
   return found;
 }
 
+// A block has outliers if its largest magnitude is more than so many times that of any warp's rows.
+inline constexpr float kMostUneven = 1.75f;
+
 // From the largest magnitude that a thread found in each of its rows, in the columns that it holds, to that of the
-// whole row, or of the block.
-template <class Shape, bool kSmooth>
-FLASHHOPPER_DEVICE void share_maxima(RowsOperand const& operand, float (&amax)[Shape::kRows],
+// whole row, or of the block. Returns whether the block has no outliers. left: rows from the block's first to the end.
+template <class Shape>
+FLASHHOPPER_DEVICE bool share_maxima(RowsOperand const& operand, int left, float (&amax)[Shape::kRows],
                                      float (&maxima)[Shape::kWarps]) {
   if (operand.per_row) {
     FLASHHOPPER_UNROLL
@@ -251,15 +254,20 @@ FLASHHOPPER_DEVICE void share_maxima(RowsOperand const& operand, float (&amax)[S
       amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], 1));
       amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], 2));
     }
-    return;
+    return true;
   }
   int const thread = thread_index();
-  float block = warp_max(fmaxf(amax[0], amax[1]));
+  float block = warp_max(fmaxf(amax[0], amax[1])), least = INFINITY;
   if (thread % 32 == 0) maxima[thread / 32] = block;
   __syncthreads();
   FLASHHOPPER_UNROLL
-  for (int w = 0; w < Shape::kWarps; ++w) block = fmaxf(block, maxima[w]);
+  for (int w = 0; w < Shape::kWarps; ++w) {
+    float const of_warp = maxima[w];
+    block = fmaxf(block, of_warp);
+    if (w * Shape::kWarpRows < left) least = fminf(least, of_warp);
+  }
   amax[0] = amax[1] = block;
+  return block <= __fmul_rn(kMostUneven, least);
 }
 
 // Scales, casts and stores one row, of which `to` is the thread's first column.
@@ -270,24 +278,27 @@ FLASHHOPPER_DEVICE void store_row(float const (&x)[Shape::kElements], float fact
     uint32_t words[2];
     FLASHHOPPER_UNROLL
     for (int w = 0; w < 2; ++w) {
-      float y[4];
-      FLASHHOPPER_UNROLL
-      for (int j = 0; j < 4; ++j) y[j] = __fmul_rn(x[8 * group + 4 * w + j], factor);
-      words[w] = kInt8 ? to_int8(y[0], y[1], y[2], y[3]) : to_e4m3(y[0], y[1], y[2], y[3]);
+      float const* const from = x + 8 * group + 4 * w;
+      if constexpr (kInt8) {
+        words[w] = to_int8(from[0], from[1], from[2], from[3], factor);
+      } else {
+        words[w] = to_e4m3(__fmul_rn(from[0], factor), __fmul_rn(from[1], factor), __fmul_rn(from[2], factor),
+                           __fmul_rn(from[3], factor));
+      }
     }
     store_global(to + 32 * group, words[0], words[1]);
   }
 }
 
 // Casts and stores the thread's rows, whose largest magnitudes are `amax`, and products with the mean `dots`. Threads 0
-// and 1 of a quad each find one row's scale, which takes a division.
+// and 1 of a quad each find one row's scale, which takes a division. is_power: it is a power of two.
 template <class Shape>
-FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, RowsWork const& at, bool is_int8, bool has_dots,
-                                   float const (&x)[Shape::kRows][Shape::kElements], float const (&amax)[Shape::kRows],
-                                   float const (&dots)[Shape::kRows]) {
+FLASHHOPPER_DEVICE void store_rows(RowsOperand const& operand, RowsWork const& at, bool is_int8, bool is_power,
+                                   bool has_dots, float const (&x)[Shape::kRows][Shape::kElements],
+                                   float const (&amax)[Shape::kRows], float const (&dots)[Shape::kRows]) {
   int const thread = thread_index(), c = thread % 4, first = first_row();
   float scale = scale_of(c % 2 == 0 ? amax[0] : amax[1], is_int8 ? 127.f : 448.f);
-  if (operand.power_scales) scale = next_power_of_two(scale);
+  if (is_power) scale = next_power_of_two(scale);
   float const inverse = Shape::kNorm * __frcp_rn(scale);
   if (operand.per_row || has_dots) {
     int64_t const place = at.row_place + first + 8 * c;
@@ -379,11 +390,11 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
       // Rows past the end hold minus the mean.
       amax[r] = first_row() + 8 * r < at.left ? amax[r] * Shape::kNorm : 0.f;
     }
-    share_maxima<Shape, kSmooth>(rows, amax, storage.maxima[turn % 2]);
+    bool const is_even = share_maxima<Shape>(rows, at.left, amax, storage.maxima[turn % 2]);
     if constexpr (Shape::kIsLight) {
       rotate_rows<Element, Shape>(raw, storage.signs, operand, x);  // no more than unpacked
     }
-    store_rows<Shape>(rows, at, args.is_int8, kSmooth && !at.is_k, x, amax, dots);
+    store_rows<Shape>(rows, at, args.is_int8, rows.power_scales && is_even, kSmooth && !at.is_k, x, amax, dots);
   }
   await_previous();  // the values may still be on their way: what follows this kernel must find them too
 }

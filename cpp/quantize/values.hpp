@@ -145,12 +145,11 @@ FLASHHOPPER_DEVICE void store_tile(ValuesArgs const& args, QuantizeTask const& a
   }
 }
 
-// The first task from the `number`-th on, counted from the end, whose block has rows, in steps of the grid; task:
-// that number, blocks.tasks or more where none is left.
+// The first task from the `number`-th on whose block has rows, in steps of the grid; blocks.tasks or more where none is
+// left.
 FLASHHOPPER_DEVICE QuantizeTask next_values(ValuesArgs const& args, int number) {
   for (; number < args.blocks.tasks; number += static_cast<int>(gridDim.x)) {
-    QuantizeTask found = task_at(args.blocks, args.blocks.tasks - 1 - number);
-    found.task = number;
+    QuantizeTask const found = task_at(args.blocks, number);
     if (found.has_rows()) return found;
   }
   return {.task = number};
@@ -173,7 +172,7 @@ __global__ void __launch_bounds__(ValuesShape<kDim>::kThreads, ValuesShape<kDim>
     if (next.task < args.blocks.tasks) fetch_values<Element, Shape>(args, next, slots);
   };
   fetch_next(tasks[0][warp], static_cast<int>(blockIdx.x));
-  await_previous();  // the means, whose sums lay where the values go
+  await_previous();  // the means
   allow_next();
   for (int parity = 0; tasks[parity][warp].task < args.blocks.tasks; parity ^= 1) {
     QuantizeTask const& at = tasks[parity][warp];

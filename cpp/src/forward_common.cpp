@@ -16,7 +16,7 @@ BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, RowMa
   int const row_bytes = (config.head_dim + config.head_dim_v) * config.element_bytes;
   int const packs = static_cast<int>(p.heads / row_map.heads), kv_heads = static_cast<int>(p.kv_heads);
   BatchSchedule schedule{};
-  schedule.tile = config.tile_m;
+  schedule.tile = cluster * config.tile_m;
   if (p.is_packed) {
     schedule.dense.heads = packs;
     schedule.dense.descending = uneven;
@@ -32,9 +32,9 @@ BatchSchedule make_schedule(Problem const& p, ForwardConfig const& config, RowMa
   return schedule;
 }
 
-// Query blocks of one pack of heads; packed sequences: at most.
-int64_t query_blocks(Problem const& p, ForwardConfig const& config, RowMap const& row_map) {
-  if (p.is_packed) return most_packed_blocks(p.batch, p.total_q, config.tile_m);
+// Query blocks of one pack of heads; packed sequences: at most, where the list has blocks of `cluster` tiles.
+int64_t query_blocks(Problem const& p, ForwardConfig const& config, RowMap const& row_map, int cluster = 1) {
+  if (p.is_packed) return most_packed_blocks(p.batch, p.total_q, cluster * config.tile_m) * cluster;
   int64_t const positions = consumer_warpgroups(config) * row_map.positions;
   return (p.seqlen_q + positions - 1) / positions * p.batch;
 }
@@ -42,7 +42,16 @@ int64_t query_blocks(Problem const& p, ForwardConfig const& config, RowMap const
 // All tiles that the grid is handed, with those that even out the last cluster of a pack; packed sequences: at most.
 int64_t work_tiles(Problem const& p, ForwardConfig const& config, ForwardArgs const& args) {
   if (!p.is_packed) return int64_t{args.schedule.dense.total()} * args.cluster;
-  return query_blocks(p, config, args.row_map) * (p.heads / args.row_map.heads);
+  return query_blocks(p, config, args.row_map, args.cluster) * (p.heads / args.row_map.heads);
+}
+
+// Packed sequences are taken for as long as they are on average: no length is known here.
+int choose_cluster(Problem const& p, ForwardConfig const& config, int positions) {
+  Mask mask = p.mask();
+  if (!p.is_packed || p.batch == 0) return choose_cluster(config, mask, false, positions);
+  mask.seqlen_q = static_cast<int>(p.total_q / p.batch);
+  mask.seqlen_k = static_cast<int>(p.total_k / p.batch);
+  return choose_cluster(config, mask, p.total_q != p.batch * p.seqlen_q, positions);
 }
 
 }  // namespace
@@ -62,7 +71,7 @@ flashhopper_status set_problem(Problem const& p, ForwardConfig const& config, Ro
   args->lse.batch_stride = p.is_packed ? 0 : p.heads * p.seqlen_q;
   args->lse.head_stride = p.is_packed ? p.total_q : p.seqlen_q;
   int const sms = num_sms - p.sm_margin, positions = consumer_warpgroups(config) * row_map.positions;
-  args->cluster = sms < config.cluster ? 1 : choose_cluster(config, p.mask(), p.is_packed, positions);
+  args->cluster = sms < config.cluster ? 1 : choose_cluster(p, config, positions);
   args->schedule = make_schedule(p, config, row_map, args->cluster);
   *grid = static_cast<int>(std::min<int64_t>(work_tiles(p, config, *args), sms / args->cluster * args->cluster));
   return FLASHHOPPER_OK;

@@ -49,7 +49,7 @@ flashhopper_status set_arguments(Params const& params, ForwardConfig const& conf
   args.lse.data = params.lse;
   args.workspace = static_cast<int*>(params.workspace);
   if (!p.is_packed) return FLASHHOPPER_OK;
-  launch->list = make_list(params, config.tile_m);
+  launch->list = make_list(params, args.schedule.tile);
   args.schedule.list = launch->list.blocks;
   args.schedule.list_size = launch->list.size;
   return FLASHHOPPER_OK;

@@ -180,7 +180,8 @@ void clusters_where_few_keys_are_foreign() {
   static_assert(cluster({1500, 3400, -1, 37}, 1) == 2 && cluster({4000, 3600, -1, 0}, 1) == 2);
   static_assert(cluster({4096, 1024, -1, 0}, 1) == 1 && cluster({4096, 64, -1, 0}, 1) == 2);
   static_assert(cluster({8192, 8192, 4096, 0}, 1) == 1);
-  static_assert(choose_cluster(kTwo, full(2048), true, 128) == 1);
+  static_assert(choose_cluster(kTwo, full(1024), false, 128) == 2 && choose_cluster(kTwo, full(1024), true, 128) == 1);
+  static_assert(choose_cluster(kTwo, full(2048), true, 128) == 2);
 }
 
 }  // namespace

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_support import DTYPES, assert_attends, assert_equal_bits, draw, judged, poisoned_forward
+from gpu_support import DTYPES, assert_attends, assert_equal_bits, draw, judged, poison_free_memory, poisoned_forward
+from options_support import Packed, draw_packed
 
 import flashhopper
 
@@ -69,6 +70,58 @@ def test_places_pass_between_neighbours(dims: tuple[int, int]) -> None:
         assert (out[:, :4032] == 0).all()
         assert (lse[..., :4032] == -torch.inf).all()
         assert lse[..., 4032:].isfinite().all()
+
+
+def _packed(batch: Packed, causal: bool, sm_margin: int) -> tuple[tuple[torch.Tensor, ...], int]:
+    """(out, lse), and the size of the clusters."""
+    used_q, used_k = batch.used()
+    arguments = (batch.q, batch.k, batch.v)
+    longest_q, longest_k = batch.longest()
+    options = {
+        "cu_seqlens_q": batch.cu_q,
+        "cu_seqlens_k": batch.cu_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+        "seqused_q": used_q,
+        "seqused_k": used_k,
+        "causal": causal,
+        "sm_margin": sm_margin,
+    }
+    poison_free_memory()
+    found = flashhopper.flash_attn_varlen_func(*arguments, **options, return_lse=True)
+    return found, flashhopper.explain(*arguments, **options).cluster
+
+
+@MASKS
+@DIMS
+@pytest.mark.parametrize("is_used", [False, True], ids=["all", "used"])
+def test_packed_bits_do_not_depend_on_clusters(dims: tuple[int, int], causal: bool, is_used: bool) -> None:
+    """Long sequences, with odd numbers of blocks, without keys, without queries, with rows that do not exist."""
+    lengths_q = [5000, 0, 8192, 4300, 1, 7800, 9000]
+    lengths_k = [5100, 300, 8192, 4301, 9, 130, 9000]
+    used_q, used_k = ([n - n * i // 8 for i, n in enumerate(x)] if is_used else None for x in (lengths_q, lengths_k))
+    batch = draw_packed(sum(dims), lengths_q, lengths_k, 4, 2, *dims, used_q=used_q, used_k=used_k, behind=700)
+    together, cluster = _packed(batch, causal, 1)
+    alone, no_cluster = _packed(batch, causal, _multiprocessors() - 1)
+    assert (cluster, no_cluster) == (2, 1)
+    judged.count += 1
+    for a, b in zip(together, alone, strict=True):
+        assert_equal_bits(a, b)
+
+
+@MASKS
+@DIMS
+@pytest.mark.parametrize("seqlen", [4096, 4200, 300])
+def test_packed_batches_of_one_length(dims: tuple[int, int], causal: bool, seqlen: int) -> None:
+    """They have clusters where dense ones have, and their bits."""
+    q, k, v = draw(seqlen, 3, seqlen, seqlen, 4, 4, *dims)
+    expected, expected_lse = flashhopper.flash_attn_func(q, k, v, causal=causal, return_lse=True)
+    batch = Packed(*(x.flatten(0, 1) for x in (q, k, v)), [seqlen] * 3, [seqlen] * 3)
+    (out, lse), cluster = _packed(batch, causal, 0)
+    assert cluster == flashhopper.explain(q, k, v, causal=causal).cluster == (2 if seqlen > 4000 else 1)
+    judged.count += 1
+    assert_equal_bits(out.view_as(expected), expected)
+    assert_equal_bits(lse.view(4, 3, seqlen).transpose(0, 1), expected_lse)
 
 
 def test_plan() -> None:

@@ -111,7 +111,7 @@ def build(tmp_path: Path) -> Path:
         listing = f"// Written by hand.\nFLASHHOPPER_INSTANCE({direction}_row, bf16)\n"
         (tmp_path / f"generated/flashhopper_{direction}_instances.inc").write_text(listing)
         (logs / f"{direction}_row_bf16.cu.o.ptxas").write_text(ptxas_log(*kernels))
-    (tmp_path / "generated/flashhopper_quantize_instances.inc").write_text("FLASHHOPPER_SUMS(bf16)\n")
+    (tmp_path / "generated/flashhopper_quantize_instances.inc").write_text("FLASHHOPPER_MEANS(bf16)\n")
     (logs / "quantize_bf16.cu.o.ptxas").write_text(ptxas_log("quantize_rows_kernel"))
     common = logs.parent / "cpp/src/quantize_common.cu.o.ptxas"
     common.parent.mkdir(parents=True)

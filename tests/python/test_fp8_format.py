@@ -101,6 +101,23 @@ def test_rounding_is_the_cast() -> None:
         assert torch.equal(formats.round_e4m3_(x.clone()), x.to(formats.E4M3).float())
 
 
+def test_sampled_rows() -> None:
+    """Means are over all of up to 2048 rows, else over one of every 2048th of them; tests/cpp/test_samples.cpp holds
+    the kernels to the same rows.
+    """
+    device = torch.device("cpu")
+    for seqlen in (0, 1, 2048):
+        assert torch.equal(formats.sampled_rows(seqlen, device), torch.arange(seqlen))
+    rows = formats.sampled_rows(5000, device)
+    assert rows[[1, 700, 2047]].tolist() == [2, 1710, 4999]
+    assert formats.sampled_rows(1 << 30, device)[1023] == 536555385
+    q, k, v = inputs(seqlen_k=5000)
+    qkv = fh.quantize_fp8(q, k, v, fh.Fp8Recipe.accurate())
+    for x, mean in ((k, qkv.k_mean), (v, qkv.v_mean)):
+        assert mean is not None
+        torch.testing.assert_close(mean[..., : x.shape[-1]].double(), x[:, rows].double().mean(1), rtol=0, atol=1e-6)
+
+
 def test_key_order() -> None:
     order = formats.permute_keys(torch.arange(32)[None])[0]
     for group in (0, 16):
@@ -201,18 +218,30 @@ def test_scales_are_those_of_their_blocks() -> None:
 
 @pytest.mark.parametrize("k_block", [1, 128, 256])
 def test_equal_keys_of_several_blocks_become_the_same_numbers(k_block: int) -> None:
-    """Where their scales are powers of two, which no rounding sees."""
-    q, k, v = inputs(seqlen_k=384)
-    k[:, 1::128] = 3 * k[:, :1]  # of several blocks, whose largest elements differ
-    k[:, 200] *= 5
-    recipe = fh.Fp8Recipe(qk_format="e4m3", smooth_k=False, k_block=k_block, power_scales=True)
+    """Where their scales are powers of two, which no rounding sees: in blocks without outliers."""
+    q, k, v = inputs(seqlen_k=768 + 20)
+    k = k.sign() + k / 8
+    k[:, 512:] *= 2.5
+    k[:, 1::256] = k[:, :1]  # of several blocks, whose largest elements differ
+    no = {"rotate": False, "smooth_k": False, "center_v": False}
+    recipe = fh.Fp8Recipe(qk_format="e4m3", k_block=k_block, power_scales=True, **no)
+    plain = replace(recipe, power_scales=False)
     qkv = fh.quantize_fp8(q, k, v, recipe)
     mantissa, _ = torch.frexp(qkv.k_scale)
     assert (mantissa == 0.5).all()
     assert qkv.k_scale.unique().numel() > 1
     _, back, _ = qkv.to_reference()
-    assert torch.equal(back[:, 1], back[:, 129])
     assert torch.equal(back[:, 1], back[:, 257])
+    assert torch.equal(back[:, 1], back[:, 513])
+    k[:, 300] *= 20  # its block, and no other, now has an outlier, which its own scale makes the largest number
+    found, own = (fh.quantize_fp8(q, k, v, x) for x in (recipe, plain))
+    if k_block == 1:
+        assert (torch.frexp(found.k_scale)[0] == 0.5).all()
+        return
+    block = 300 // k_block
+    assert torch.equal(found.k_scale[..., block], own.k_scale[..., block])
+    rest = [i for i in range(found.k_scale.shape[2]) if i != block]
+    assert torch.equal(found.k_scale[..., rest], qkv.k_scale[..., rest])
     least = formats.next_power_of_two(torch.tensor([1.0, 1.5, 2.0, 2.0**-40, 3e-30]))
     assert least.tolist() == [1.0, 2.0, 2.0, 2.0**-40, 2.0 ** math.ceil(math.log2(3e-30))]
 

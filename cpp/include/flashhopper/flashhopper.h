@@ -139,11 +139,12 @@ typedef struct {
 
 // 16-bit q, k, v to 8 bits for flashhopper_forward8: value = data * scale, a scale for each block of 128 rows (Q: or
 // for each row). D and Dv are the computed head dimensions, the next of 64, 96, 128, 192, 256; columns that head_dim
-// lacks are zeros. Before they are scaled, keys lose their mean (k_mean not null), values theirs (v_mean), and then
-// queries and keys are multiplied by the signs and by a Hadamard matrix over the root of its size (signs not null), on
-// aligned blocks of rotate_block columns: 4, or 0 for D (32 where D is 96, 64 where it is 192). scale = max(amax,
-// 1e-12) / 448 for e4m3, / 127 for int8; of keys the next power of two where power_scales is 1. Every bit of the result is the same in
-// every run.
+// lacks are zeros. Before they are scaled, keys lose their mean (k_mean not null), values theirs (v_mean), of a
+// sequence longer than 2048 that of as many rows spread over it; then queries and keys are multiplied by the signs and
+// by a Hadamard matrix over the root of its size (signs not null), on aligned blocks of rotate_block columns: 4, or 0
+// for D (32 where D is 96, 64 where it is 192). scale = max(amax, 1e-12) / 448 for e4m3, / 127 for int8; of keys, where
+// power_scales is 1, the next power of two, unless amax is above 1.75 times that of any 16 rows of the block, counted
+// from its first. Every bit of the result is the same in every run.
 //
 // Packed sequences as in flashhopper_forward_params: blocks are counted from each sequence's first row, means are of
 // the rows that exist, and everything of a sequence is what a dense batch of it alone would give, bit for bit. What the
@@ -170,7 +171,7 @@ typedef struct {
   int64_t columns, columns_v;  // D and Dv, as the caller allocated them; others than the computed ones are refused
   int32_t q_block;             // rows of Q that share a scale: 1 or 128
   int32_t rotate_block;        // columns that are rotated together: 4, or 0: as many as there are
-  int32_t power_scales;        // 1: scales of keys are powers of two
+  int32_t power_scales;        // 1: scales of keys are powers of two in blocks without outliers
   int32_t dtype;               // flashhopper_dtype of q, k and v
   int32_t format;              // FLASHHOPPER_E4M3 or FLASHHOPPER_INT8: of q8 and k8
   void* stream;                // cudaStream_t

@@ -9,7 +9,11 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 INT8_MAX = 127.0
+# A block of keys has outliers if its largest magnitude is more than so many times that of any of its groups of rows.
+GROUP_ROWS = 16
+MOST_UNEVEN = 1.75
 LEAST_AMAX = 1e-12  # of a block that is all zeros: its scale stays a normal number
+MEAN_ROWS = 2048  # of a sequence, over which its means are taken; of a shorter one, all
 COMPUTED_HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = COMPUTED_HEAD_DIMS[-1]
 
@@ -33,6 +37,21 @@ def block_count(rows: int, block: int) -> int:
 def padded_keys(seqlen_k: int) -> int:
     """Key positions in the K-major values."""
     return -(-seqlen_k // 128) * 128
+
+
+def sampled_rows(seqlen: int, device: torch.device) -> torch.Tensor:
+    """The rows whose mean is a sequence's, int64: all of up to MEAN_ROWS, or one of every MEAN_ROWS-th of the sequence,
+    which of them a hash says, so that no period of the rows (rotary embeddings have many) meets that of the samples.
+    """
+    index = torch.arange(min(seqlen, MEAN_ROWS), device=device)
+    if seqlen <= MEAN_ROWS:
+        return index
+    begin, end = index * seqlen // MEAN_ROWS, (index + 1) * seqlen // MEAN_ROWS
+    low = 0xFFFFFFFF  # the kernel's arithmetic is of 32 bits
+    hashed = (index * 0x9E3779B1) & low
+    hashed = (hashed ^ (hashed >> 15)) * 0x85EBCA77 & low
+    hashed = hashed ^ (hashed >> 13)
+    return begin + (hashed * (end - begin) >> 32)
 
 
 def next_power_of_two(x: torch.Tensor) -> torch.Tensor:

@@ -130,8 +130,10 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _mean(x: torch.Tensor) -> torch.Tensor:
-    """Mean over the sequence, (batch, heads, columns); zeros where there is no row."""
-    return x.sum(dim=1) / max(x.shape[1], 1)
+    """Mean over the sequence, or over rows spread over it: (batch, heads, columns); zeros where there is no row."""
+    seqlen = x.shape[1]
+    rows = x if seqlen <= formats.MEAN_ROWS else x[:, formats.sampled_rows(seqlen, x.device)]
+    return rows.sum(dim=1) / max(rows.shape[1], 1)
 
 
 def _products(q: torch.Tensor, k_mean: torch.Tensor) -> torch.Tensor:
@@ -144,6 +146,18 @@ def _products(q: torch.Tensor, k_mean: torch.Tensor) -> torch.Tensor:
     return _packed(shift.reshape(batch, seqlen_q, heads).transpose(1, 2))
 
 
+def _is_even(amax: torch.Tensor, rows: int) -> torch.Tensor:
+    """Of the largest magnitudes of rows (batch, blocks, block, heads), `rows` of which exist in each batch and head:
+    which blocks have no outliers, (batch, blocks, heads). The largest of the block and of any 16 neighbours are then
+    much the same.
+    """
+    batch, blocks, size, heads = amax.shape
+    groups = amax.view(batch, blocks, size // formats.GROUP_ROWS, formats.GROUP_ROWS, heads).amax(3)
+    first = torch.arange(0, blocks * size, formats.GROUP_ROWS, device=amax.device).view(blocks, -1, 1)
+    least = groups.masked_fill(first >= rows, torch.inf).amin(2)
+    return groups.amax(2) <= formats.MOST_UNEVEN * least
+
+
 def _quantize_rows(
     x: torch.Tensor, block: int, qk_format: str, power_scales: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -151,13 +165,16 @@ def _quantize_rows(
     batch, rows, heads, _ = x.shape
     blocks = formats.block_count(rows, block)
     amax = x.abs().amax(-1) if x.numel() else x.new_zeros(batch, rows, heads)
+    is_even = None
     if block != 1 and blocks > 0:
         size = rows if block == 0 else block
-        amax = torch.nn.functional.pad(amax, (0, 0, 0, blocks * size - rows))
-        amax = amax.view(batch, blocks, size, heads).amax(2)
+        of_rows = torch.nn.functional.pad(amax, (0, 0, 0, blocks * size - rows)).view(batch, blocks, size, heads)
+        amax = of_rows.amax(2)
+        is_even = _is_even(of_rows, rows).transpose(1, 2) if power_scales else None
     most = formats.INT8_MAX if qk_format == "int8" else formats.E4M3_MAX
     scale = _packed((amax.clamp_(min=formats.LEAST_AMAX) / most).transpose(1, 2))
     if power_scales:
-        scale = formats.next_power_of_two(scale)
+        power = formats.next_power_of_two(scale)
+        scale = power if is_even is None else _packed(torch.where(is_even, power, scale))
     per_row = spread(scale, block, rows).transpose(1, 2)[..., None]
     return _packed(formats.to_8bit(x / per_row, qk_format)), scale

@@ -14,7 +14,7 @@ QK_FORMATS = ("int8", "e4m3")
 # Layers with hot channels lose more or less as the signs fall: of seeds 0 to 7 this one has the least error in the
 # worst layer of the model that docs/numerics.md measures.
 DEFAULT_SEED = 2
-E4M3_SEED = 7  # the same, of e4m3(), whose rotation is another
+E4M3_SEED = 6  # the same, of e4m3(), whose rotation is another
 TILE_KEYS = 128  # keys of one step of the attention kernel; block scales of K and V change between steps only
 
 
@@ -30,16 +30,18 @@ class Fp8Recipe:
             2024, "incoherent processing").
         rotate_block: columns that are rotated together: 0, as many as there are (the largest power of two that divides
             the computed head dimension), or 4, which spreads a single element but keeps hot channels among few.
-        smooth_k: subtract each channel's mean over the sequence from the keys; softmax does not change, lse gets the
-            query's product with the mean back (SageAttention, Zhang et al. 2024).
+        smooth_k: subtract each channel's mean over the sequence (over 2048 keys spread over a longer one) from the
+            keys; softmax does not change, lse gets the query's product with the mean back (SageAttention, Zhang et al.
+            2024).
         center_v: subtract each channel's mean over the sequence from the values, and add it to the output: the weights
             of a row sum to 1.
         q_block: rows that share a scale of queries; 0 is one scale a (batch, head), 1 one a row.
         k_block: the same of keys: 0, 1, or a multiple of 128.
         v_block: the same of values: 0 or a multiple of 128.
-        power_scales: scales of keys are powers of two, so that equal keys of several blocks become the same numbers,
-            and what rounding does to all of them alike cancels in the softmax. A float's largest elements pay nothing
-            for it, its smallest up to a bit: for e4m3 keys with scales of blocks or rows alone.
+        power_scales: scales of keys are powers of two in blocks without outliers, so that equal keys of several blocks
+            become the same numbers, and what rounding does to all of them alike cancels in the softmax. A block with
+            outliers (its largest magnitude is above 1.75 times that of some 16 of its rows) keeps its own scale, in
+            which the largest element, most of its error, is exact. For e4m3 keys with scales of blocks or rows alone.
         two_level: the product of P and V of each 128 keys is summed in a fresh accumulator and then added in float32,
             because Hopper's 8-bit accumulator keeps about 14 bits. False exists to measure that; kernels refuse it.
         seed: of the rotation's signs.
@@ -115,7 +117,7 @@ class Fp8Recipe:
         """e4m3 throughout: a scale a row of queries, keys smoothed, values centred, rotation of four columns at a time:
         wide rotation spreads the hot channels of real keys over all.
         """
-        return cls(qk_format="e4m3", rotate_block=QUAD, seed=E4M3_SEED)
+        return cls(qk_format="e4m3", rotate_block=QUAD, seed=E4M3_SEED, power_scales=True)
 
     @classmethod
     def paper(cls) -> Fp8Recipe:

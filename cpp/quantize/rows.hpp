@@ -244,7 +244,8 @@ FLASHHOPPER_DEVICE float largest_packed(uint4 const (&raw)[Shape::kGroups][Shape
 inline constexpr float kMostUneven = 1.75f;
 
 // From the largest magnitude that a thread found in each of its rows, in the columns that it holds, to that of the
-// whole row, or of the block. Returns whether the block has no outliers. left: rows from the block's first to the end.
+// whole row, or of the block. Returns whether the scale is a power of two. left: rows from the block's first to the
+// end.
 template <class Shape>
 FLASHHOPPER_DEVICE bool share_maxima(RowsOperand const& operand, int left, float (&amax)[Shape::kRows],
                                      float (&maxima)[Shape::kWarps]) {
@@ -254,19 +255,21 @@ FLASHHOPPER_DEVICE bool share_maxima(RowsOperand const& operand, int left, float
       amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], 1));
       amax[r] = fmaxf(amax[r], __shfl_xor_sync(0xffffffffu, amax[r], 2));
     }
-    return true;
+    return false;
   }
   int const thread = thread_index();
-  float block = warp_max(fmaxf(amax[0], amax[1])), least = INFINITY;
+  float block = warp_max(fmaxf(amax[0], amax[1]));
   if (thread % 32 == 0) maxima[thread / 32] = block;
   __syncthreads();
   FLASHHOPPER_UNROLL
-  for (int w = 0; w < Shape::kWarps; ++w) {
-    float const of_warp = maxima[w];
-    block = fmaxf(block, of_warp);
-    if (w * Shape::kWarpRows < left) least = fminf(least, of_warp);
-  }
+  for (int w = 0; w < Shape::kWarps; ++w) block = fmaxf(block, maxima[w]);
   amax[0] = amax[1] = block;
+  if (!operand.power_scales) return false;  // the same for all threads
+  float least = INFINITY;
+  FLASHHOPPER_UNROLL
+  for (int w = 0; w < Shape::kWarps; ++w) {
+    if (w * Shape::kWarpRows < left) least = fminf(least, maxima[w]);
+  }
   return block <= __fmul_rn(kMostUneven, least);
 }
 
@@ -390,11 +393,11 @@ __global__ void __launch_bounds__(RowsShape<kDim, kRotation, kSmooth>::kThreads,
       // Rows past the end hold minus the mean.
       amax[r] = first_row() + 8 * r < at.left ? amax[r] * Shape::kNorm : 0.f;
     }
-    bool const is_even = share_maxima<Shape>(rows, at.left, amax, storage.maxima[turn % 2]);
+    bool const is_power = share_maxima<Shape>(rows, at.left, amax, storage.maxima[turn % 2]);
     if constexpr (Shape::kIsLight) {
       rotate_rows<Element, Shape>(raw, storage.signs, operand, x);  // no more than unpacked
     }
-    store_rows<Shape>(rows, at, args.is_int8, rows.power_scales && is_even, kSmooth && !at.is_k, x, amax, dots);
+    store_rows<Shape>(rows, at, args.is_int8, is_power, kSmooth && !at.is_k, x, amax, dots);
   }
   await_previous();  // the values may still be on their way: what follows this kernel must find them too
 }

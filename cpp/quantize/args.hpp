@@ -77,8 +77,8 @@ struct MeansOperand {
 
 // A mean is over so many rows of a sequence, spread over it, or over all that it has. Any vector may be taken from all
 // keys or all values, so that this is as exact as the mean of all; it spares a second reading of K and V.
-inline constexpr int kMeanRows = 1 << 11;
-inline constexpr int kMeanCtas = 8;  // of the cluster that has a head's samples
+inline constexpr int kMeanRows = 1 << 9;
+inline constexpr int kMeanCtas = 4;  // of the cluster that has a head's samples
 FLASHHOPPER_HOST_DEVICE constexpr int samples_of(int seqlen) { return min_of(seqlen, kMeanRows); }
 
 // The row of sample `index`: one of each kMeanRows-th of the sequence, which of them a hash says, so that no period of

@@ -10,7 +10,7 @@ using namespace flashhopper;
 namespace {
 
 void one_of_each_part() {
-  for (int seqlen : {1, 5, 2047, 2048, 2049, 4095, 4096, 5000, 131072, 1 << 30}) {
+  for (int seqlen : {1, 5, 511, 512, 513, 1023, 1024, 5000, 131072, 1 << 30}) {
     int const samples = samples_of(seqlen);
     CHECK(samples == (seqlen < kMeanRows ? seqlen : kMeanRows));
     for (int i = 0; i < samples; ++i) {
@@ -21,9 +21,9 @@ void one_of_each_part() {
   CHECK(samples_of(0) == 0);
 }
 
-// A wave along the sequence has no mean; that of the samples is no more than chance makes it, 2 % on average.
+// A wave along the sequence has no mean; that of the samples is no more than chance makes it, 4 % on average.
 void no_period_meets_them() {
-  int const seqlen = 90112;  // 44 rows a sample: 44 radians are seven turns
+  int const seqlen = 22528;  // 44 rows a sample: 44 radians are seven turns
   for (int turns = 1; turns <= 4 * kMeanRows; ++turns) {
     double const turn = 2 * 3.14159265358979 * turns / kMeanRows;  // a row
     double real = 0, imaginary = 0;
@@ -31,14 +31,14 @@ void no_period_meets_them() {
       double const angle = turn * sampled_row(i, seqlen);
       real += std::cos(angle), imaginary += std::sin(angle);
     }
-    CHECK(turns % kMeanRows == 0 || std::hypot(real, imaginary) < 0.1 * kMeanRows);
+    CHECK(turns % kMeanRows == 0 || std::hypot(real, imaginary) < 0.15 * kMeanRows);
   }
 }
 
 // tests/python/test_fp8_format.py holds the torch operations to the same.
-static_assert(sampled_row(2000, 2048) == 2000);
-static_assert(sampled_row(1, 5000) == 2 && sampled_row(700, 5000) == 1710 && sampled_row(2047, 5000) == 4999);
-static_assert(sampled_row(1023, 1 << 30) == 536555385);
+static_assert(sampled_row(500, 512) == 500);
+static_assert(sampled_row(1, 5000) == 12 && sampled_row(300, 5000) == 2934 && sampled_row(511, 5000) == 4993);
+static_assert(sampled_row(411, 1 << 30) == 863559268);
 
 }  // namespace
 

@@ -13,7 +13,7 @@ INT8_MAX = 127.0
 GROUP_ROWS = 16
 MOST_UNEVEN = 1.75
 LEAST_AMAX = 1e-12  # of a block that is all zeros: its scale stays a normal number
-MEAN_ROWS = 2048  # of a sequence, over which its means are taken; of a shorter one, all
+MEAN_ROWS = 512  # of a sequence, over which its means are taken; of a shorter one, all
 COMPUTED_HEAD_DIMS = (64, 96, 128, 192, 256)
 MAX_HEAD_DIM = COMPUTED_HEAD_DIMS[-1]
 

@@ -35,6 +35,11 @@ _BEST = Fp8Recipe.accurate()
 # Every field of the recipe, switched off or coarser.
 ABLATIONS: tuple[tuple[str, str, Fp8Recipe], ...] = (
     ("qk_format='e4m3'", "queries and keys in e4m3 in place of int8", replace(_BEST, qk_format="e4m3")),
+    (
+        "power_scales=True",
+        "queries and keys in e4m3, scales of keys in powers of two",
+        replace(_BEST, qk_format="e4m3", power_scales=True),
+    ),
     ("rotate=False", "no rotation", replace(_BEST, rotate=False)),
     ("rotate_block=4", "rotation of four columns at a time", replace(_BEST, rotate_block=4)),
     ("smooth_k=False", "keys not smoothed", replace(_BEST, smooth_k=False)),

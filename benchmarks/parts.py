@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from benchmarks.record import Given
 
 TOOL_SECONDS = 150  # for each tool of compute-sanitizer
+# Of the 16-bit rows, unless others are named. SDPA's FA2 kernels are no contender on Hopper, and what runs behind them
+# finds a cooler card.
+PEERS = tuple(name for name in NAMES if name != "sdpa")
 
 
 def _show(row: harness.Row) -> None:
@@ -40,14 +43,14 @@ def _show(row: harness.Row) -> None:
     print(f"{row['op']} {harness.cell_of(row).name}: {values}", flush=True)
 
 
-def bench_fwd(rounds: int, peers: Sequence[str] = NAMES) -> list[harness.Row]:
+def bench_fwd(rounds: int, peers: Sequence[str] = PEERS) -> list[harness.Row]:
     cells = PRESETS["issue2"] + PRESETS["head_dims"]
     rows = harness.time_forward(cells, load_all(list(peers)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
     return rows
 
 
-def bench_bwd(rounds: int, peers: Sequence[str] = NAMES) -> list[harness.Row]:
+def bench_bwd(rounds: int, peers: Sequence[str] = PEERS) -> list[harness.Row]:
     cells = PRESETS["issue3"] + PRESETS["bwd_head_dims"]
     rows = harness.time_backward(cells, load_all(list(peers)), rounds, on_row=_show)
     print("\n".join(harness.error_lines(rows)))
@@ -152,7 +155,7 @@ WITH_GIVEN: dict[str, Callable[[int, Given], Any]] = {
 
 
 def _peers(given: Given) -> Sequence[str]:
-    return ["flashhopper", *given.peers] if given.peers else NAMES
+    return ["flashhopper", *given.peers] if given.peers else PEERS
 
 
 def run(part: str, rounds: int, given: Given) -> Any:

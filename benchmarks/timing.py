@@ -15,6 +15,8 @@ SETTLE_MS = 200.0  # of the same launches right before it, untimed
 MAX_LAUNCHES = 400  # timed at once: the driver's launch queue holds them, so that the host never throttles the device
 _SLEEP_CYCLES_PER_MS = 1.7e6  # torch.cuda._sleep spins clock cycles; the SM clock lies between 1.3 and 2.0 GHz
 
+_draws = random.Random(0)  # of orders: each cell has its own, each run the same
+
 Call = Callable[[], object]
 
 
@@ -81,8 +83,21 @@ def _warm_up(contender: Contender) -> None:
         contender.host_ms = 0.0
 
 
+def orders(count: int, rounds: int, draws: random.Random) -> list[list[int]]:
+    """Who stands where in each round: an order that is drawn, the same backwards, another one that is drawn, and so on.
+
+    After two rounds everyone stood in the middle on average, and each neighbour was in front of it once and behind it
+    once; over many cells everyone follows everyone. What ran before shows for longer than SETTLE_MS: with one order in
+    all cells, the same contender at another place differed by up to 10 % (docs/lab/forward.md, 28).
+    """
+    found: list[list[int]] = []
+    for turn in range(rounds):
+        found.append(found[-1][::-1] if turn % 2 else draws.sample(range(count), count))
+    return found
+
+
 def measure(contenders: Sequence[Contender], rounds: int) -> None:
-    """Fills times_ms, or error for a contender that raises; the others go on. Each round has an order of its own, and
+    """Fills times_ms, or error for a contender that raises; the others go on. Rounds are in the order of orders(), and
     all contenders rest equally long before a measurement, as long as the slowest host needs.
     """
     with torch.no_grad():
@@ -91,15 +106,27 @@ def measure(contenders: Sequence[Contender], rounds: int) -> None:
                 _warm_up(contender)
             except Exception as error:  # a peer that refuses a shape must not end the run
                 contender.error = describe(error)
-        for turn in range(rounds):
-            alive = [c for c in contenders if c.error is None]
-            lead_ms = min(60.0, max((c.host_ms * c.launches for c in alive), default=0.0))
-            for contender in random.Random(turn).sample(alive, len(alive)):
-                settle = round(contender.launches * SETTLE_MS / TARGET_MS)
-                try:
-                    contender.times_ms.append(_elapsed_ms(contender.call, contender.launches, settle, lead_ms))
-                except Exception as error:
-                    contender.error = describe(error)
+        ready = [c for c in contenders if c.error is None]
+        turns = orders(len(ready), rounds, _draws)
+        if turns and ready:  # else the first of all would be measured after a rest
+            _time(ready[turns[0][-1]], 0.0, keep=False)
+        for turn in turns:
+            lead_ms = min(60.0, max((c.host_ms * c.launches for c in ready if c.error is None), default=0.0))
+            for index in turn:
+                if ready[index].error is None:
+                    _time(ready[index], lead_ms)
+
+
+def _time(contender: Contender, lead_ms: float, keep: bool = True) -> None:
+    """One measurement; an exception is the contender's error."""
+    settle = round(contender.launches * SETTLE_MS / TARGET_MS)
+    try:
+        elapsed = _elapsed_ms(contender.call, contender.launches, settle, lead_ms)
+    except Exception as error:
+        contender.error = describe(error)
+        return
+    if keep:
+        contender.times_ms.append(elapsed)
 
 
 def tflops(flops: float, milliseconds: float) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import digest, gpu_tests, perplexity, record, suite_log, tables
+from benchmarks import digest, gpu_tests, perplexity, record, settling, suite_log, tables
 from benchmarks.cells import PRESETS, parse_cell, parse_cells
 from benchmarks.timing import orders
 
@@ -72,6 +73,13 @@ def test_nobody_is_always_first() -> None:
     assert len({tuple(turns[0]) for turns in cells}) > 60
     assert len(orders(3, 1, draws)) == 1
     assert orders(0, 2, draws) == [[], []]
+
+
+def test_rates_by_the_time_since_a_change() -> None:
+    ends = [10.0 * i for i in range(1, 11)] + [100 + 20.0 * i for i in range(1, 6)]  # half as fast after 100 ms
+    fast, slow, later = settling.rates(ends, 1e9, (0.0, 100.0, 200.0, 300.0))
+    assert (fast, slow) == (pytest.approx(0.1), pytest.approx(0.05))
+    assert math.isnan(later)
 
 
 @pytest.fixture

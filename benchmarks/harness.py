@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.cells import Cell, parse_cell
 from benchmarks.oracle import attend_rows, gradient_errors, sampled_rows
-from benchmarks.peers import CAPTURABLE, TORCH_DTYPES, Peer, inputs, load_deterministic, output_gradient
+from benchmarks.peers import TORCH_DTYPES, Peer, inputs, load_deterministic, output_gradient
 from benchmarks.timing import Contender, describe, measure, tflops
 
 Row = dict[str, Any]
@@ -63,8 +63,7 @@ def build_contenders(peers: Sequence[Peer], cell: Cell, tensors: tuple[torch.Ten
     """One a peer, with its call or the reason why it has none. tensors: q, k, v, and dout for a backward cell."""
     contenders = []
     for peer in peers:
-        can_capture = cell.op != "bwd" and peer.name in CAPTURABLE
-        contender = Contender(peer.name, lambda: None, error=peer.unavailable, can_capture=can_capture)
+        contender = Contender(peer.name, lambda: None, error=peer.unavailable)
         if peer.unavailable is None:
             try:
                 contender.call = peer.call(cell, *tensors)

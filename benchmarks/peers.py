@@ -135,7 +135,6 @@ _LOADERS: dict[str, tuple[Callable[[], Prepare], Callable[[], str]]] = {
 NO_GRADIENT = {"fa3": "the fa3-fwd package has no backward"}
 ALIASES = {"sdpa_cudnn": "cudnn", "sdpa_flash": "sdpa", "fa2": "sdpa", "fa3-fwd": "fa3", "flash-attn-4": "fa4"}
 NAMES = tuple(_LOADERS)
-CAPTURABLE = ("fa3", "fa4")  # whose forward may be captured as a graph: serving engines do
 
 
 def load(name: str) -> Peer:

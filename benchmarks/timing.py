@@ -26,9 +26,8 @@ class Contender:
 
     name: str
     call: Call
-    launches: int = 1  # in one measurement
-    host_ms: float = 0.0  # of a call, where that is too slow to keep the device busy; else 0
-    graph: Call | None = None  # then: all launches of a measurement at once
+    launches: int = 1
+    host_ms: float = 0.0
     times_ms: list[float] = field(default_factory=list)
     error: str | None = None
 
@@ -53,8 +52,7 @@ def _elapsed_ms(call: Call, launches: int, settle: int, lead_ms: float) -> float
 
     The card is power limited: what runs after a rest runs faster, and its clock remembers for tens of milliseconds how
     much power the kernel before drew. So nothing stands between the untimed launches and the timed ones, unless a host
-    is too slow to keep the queue filled and its launches could not be captured as a graph: then a kernel that spins for
-    lead_ms, while the host fills it.
+    is too slow to keep the queue filled: then a kernel that spins for lead_ms, while the host fills it.
     """
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     for _ in range(settle):
@@ -76,31 +74,13 @@ def _warm_up(contender: Contender) -> None:
     begin = time.perf_counter()
     for _ in range(3):
         contender.call()
-    host_ms = (time.perf_counter() - begin) * 1e3 / 3
+    contender.host_ms = (time.perf_counter() - begin) * 1e3 / 3
     torch.cuda.synchronize()
-    device_ms = _elapsed_ms(contender.call, 4, 0, lead_ms=4 * host_ms + 0.2)
+    device_ms = _elapsed_ms(contender.call, 4, 0, lead_ms=4 * contender.host_ms + 0.2)
     contender.launches = max(2, min(MAX_LAUNCHES, round(TARGET_MS / max(device_ms, 1e-3))))
     # Where the device is slower than the host, the queue fills by itself.
-    if host_ms < 0.8 * device_ms:
-        return
-    contender.graph = _captured(contender.call, contender.launches)
-    if contender.graph is None:
-        contender.host_ms = host_ms
-
-
-def _captured(call: Call, launches: int) -> Call | None:
-    """Replays so many calls without a host between them; None where they cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for _ in range(launches):
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-    except Exception:  # a peer's launch may do what a capture does not allow
-        torch.cuda.synchronize()
-        return None
-    return graph.replay
+    if contender.host_ms < 0.8 * device_ms:
+        contender.host_ms = 0.0
 
 
 def orders(count: int, rounds: int, draws: random.Random) -> list[list[int]]:
@@ -118,7 +98,7 @@ def orders(count: int, rounds: int, draws: random.Random) -> list[list[int]]:
 
 def measure(contenders: Sequence[Contender], rounds: int) -> None:
     """Fills times_ms, or error for a contender that raises; the others go on. Rounds are in the order of orders(), and
-    all contenders rest equally long before a measurement: not at all, unless a host is slow that no graph stands for.
+    all contenders rest equally long before a measurement, as long as the slowest host needs.
     """
     with torch.no_grad():
         for contender in contenders:
@@ -139,12 +119,9 @@ def measure(contenders: Sequence[Contender], rounds: int) -> None:
 
 def _time(contender: Contender, lead_ms: float, keep: bool = True) -> None:
     """One measurement; an exception is the contender's error."""
-    settle = SETTLE_MS / TARGET_MS  # measurements
+    settle = round(contender.launches * SETTLE_MS / TARGET_MS)
     try:
-        if contender.graph is not None:
-            elapsed = _elapsed_ms(contender.graph, 1, round(settle), lead_ms) / contender.launches
-        else:
-            elapsed = _elapsed_ms(contender.call, contender.launches, round(settle * contender.launches), lead_ms)
+        elapsed = _elapsed_ms(contender.call, contender.launches, settle, lead_ms)
     except Exception as error:
         contender.error = describe(error)
         return

@@ -18,7 +18,7 @@ from benchmarks.cells import Cell, parse_cells
 from benchmarks.harness import build_contenders, inputs
 from benchmarks.markdown import grid
 from benchmarks.peers import load_all
-from benchmarks.timing import Call, Contender, describe, tflops
+from benchmarks.timing import Call, Contender, describe, elapsed_ms, tflops
 
 BEFORE_MS, AFTER_MS = 1500.0, 2500.0
 EDGES_MS = (0.0, 50.0, 100.0, 200.0, 400.0, 800.0, 1600.0, AFTER_MS)
@@ -33,20 +33,10 @@ def rates(times_ms: list[float], flops: float, edges_ms: tuple[float, ...] = EDG
     return found
 
 
-def _duration_ms(call: Call) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    call()
-    start.record()
-    for _ in range(4):
-        call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 4
-
-
 def _follow(first: Call, second: Call) -> list[float]:
     """When each launch of `second` ended, behind launches of `first`."""
-    counts = [max(2, round(ms / _duration_ms(call))) for call, ms in ((first, BEFORE_MS), (second, AFTER_MS))]
+    spans = ((first, BEFORE_MS), (second, AFTER_MS))
+    counts = [max(2, round(ms / elapsed_ms(call, 4, 1, 0.0))) for call, ms in spans]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(counts[1] + 1)]
     for _ in range(counts[0]):
         first()
@@ -74,8 +64,12 @@ def main(
     peers: Annotated[str, typer.Option(help="comma-separated")] = "flashhopper,cudnn,fa3,fa4",
 ) -> None:
     """Print how the rate of every contender moves behind every other."""
+    found = parse_cells(",".join(cells))
+    for cell in found:
+        if cell.op == "bwd":
+            raise typer.BadParameter(f"cell {cell.name} is a backward: must be a forward, leave out bwd:")
     loaded = load_all(peers.split(","))
-    for cell in parse_cells(",".join(cells)):
+    for cell in found:
         contenders = []
         for contender in build_contenders(loaded, cell, inputs(cell, 0)):
             try:

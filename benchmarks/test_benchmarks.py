@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import digest, gpu_tests, perplexity, record, settling, suite_log, tables
+from benchmarks import digest, gpu_tests, perplexity, record, settling, suite_log, tables, timing
 from benchmarks.cells import PRESETS, parse_cell, parse_cells
 from benchmarks.timing import orders
 
@@ -73,6 +73,31 @@ def test_nobody_is_always_first() -> None:
     assert len({tuple(turns[0]) for turns in cells}) > 60
     assert len(orders(3, 1, draws)) == 1
     assert orders(0, 2, draws) == [[], []]
+
+
+def test_what_is_measured_and_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round keeps one time of each; what runs in front of the first counts for nobody; who raises stops alone."""
+    ran: list[str] = []
+
+    def elapsed(call: timing.Call, *_: object) -> float:
+        call()
+        return float(len(ran))
+
+    def breaks() -> None:
+        if len(ran) >= 7:  # in the second round
+            raise ValueError("a bad shape")
+        ran.append("c")
+
+    monkeypatch.setattr(timing, "_warm_up", lambda contender: contender.call())
+    monkeypatch.setattr(timing, "elapsed_ms", elapsed)
+    contenders = [timing.Contender(name, lambda name=name: ran.append(name)) for name in "ab"]  # type: ignore[misc]
+    contenders.append(timing.Contender("c", breaks))
+    timing.measure(contenders, 2)
+    assert ran[:3] == ["a", "b", "c"]  # warm, in front of
+    assert ran[3] == ran[6]  # what ends the first round, untimed,
+    assert sorted(ran[4:7]) == ["a", "b", "c"]  # and that round
+    assert [len(c.times_ms) for c in contenders] == [2, 2, 1]
+    assert [c.error for c in contenders] == [None, None, "ValueError: a bad shape"]
 
 
 def test_rates_by_the_time_since_a_change() -> None:

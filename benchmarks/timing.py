@@ -26,8 +26,8 @@ class Contender:
 
     name: str
     call: Call
-    launches: int = 1
-    host_ms: float = 0.0
+    launches: int = 1  # in one measurement
+    host_ms: float = 0.0  # of a call, where that is too slow to keep the device busy; else 0
     times_ms: list[float] = field(default_factory=list)
     error: str | None = None
 
@@ -47,7 +47,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _elapsed_ms(call: Call, launches: int, settle: int, lead_ms: float) -> float:
+def elapsed_ms(call: Call, launches: int, settle: int, lead_ms: float) -> float:
     """Device time of a launch among back-to-back launches, after `settle` untimed ones.
 
     The card is power limited: what runs after a rest runs faster, and its clock remembers for tens of milliseconds how
@@ -76,7 +76,7 @@ def _warm_up(contender: Contender) -> None:
         contender.call()
     contender.host_ms = (time.perf_counter() - begin) * 1e3 / 3
     torch.cuda.synchronize()
-    device_ms = _elapsed_ms(contender.call, 4, 0, lead_ms=4 * contender.host_ms + 0.2)
+    device_ms = elapsed_ms(contender.call, 4, 0, lead_ms=4 * contender.host_ms + 0.2)
     contender.launches = max(2, min(MAX_LAUNCHES, round(TARGET_MS / max(device_ms, 1e-3))))
     # Where the device is slower than the host, the queue fills by itself.
     if contender.host_ms < 0.8 * device_ms:
@@ -87,8 +87,8 @@ def orders(count: int, rounds: int, draws: random.Random) -> list[list[int]]:
     """Who stands where in each round: an order that is drawn, the same backwards, another one that is drawn, and so on.
 
     After two rounds everyone stood in the middle on average, and each neighbour was in front of it once and behind it
-    once; over many cells everyone follows everyone. What ran before shows for longer than SETTLE_MS: with one order in
-    all cells, the same contender at another place differed by up to 10 % (docs/lab/forward.md, 28).
+    once; over many cells everyone follows everyone. With one order in all cells, contenders differed by up to 10 % from
+    what they did in other company (docs/lab/forward.md, 28).
     """
     found: list[list[int]] = []
     for turn in range(rounds):
@@ -121,7 +121,7 @@ def _time(contender: Contender, lead_ms: float, keep: bool = True) -> None:
     """One measurement; an exception is the contender's error."""
     settle = round(contender.launches * SETTLE_MS / TARGET_MS)
     try:
-        elapsed = _elapsed_ms(contender.call, contender.launches, settle, lead_ms)
+        elapsed = elapsed_ms(contender.call, contender.launches, settle, lead_ms)
     except Exception as error:
         contender.error = describe(error)
         return

@@ -96,7 +96,7 @@ def _packed(batch: Packed, causal: bool, sm_margin: int) -> tuple[tuple[torch.Te
 @DIMS
 @pytest.mark.parametrize("is_used", [False, True], ids=["all", "used"])
 def test_packed_bits_do_not_depend_on_clusters(dims: tuple[int, int], causal: bool, is_used: bool) -> None:
-    """Long sequences, with odd numbers of blocks, without keys, without queries, with rows that do not exist."""
+    """Long sequences, with odd numbers of blocks, without queries, with rows that do not exist or see no key."""
     lengths_q = [5000, 0, 8192, 4300, 1, 7800, 9000]
     lengths_k = [5100, 300, 8192, 4301, 9, 130, 9000]
     used_q, used_k = ([n - n * i // 8 for i, n in enumerate(x)] if is_used else None for x in (lengths_q, lengths_k))
